@@ -1,0 +1,225 @@
+"""What a simulation says, in the field's words: latency quantiles, throughput, goodput, sessions, energy.
+
+docs/metrics.md defines every name. Percentiles are NumPy's ``linear`` method. A number that is not defined is
+NaN here and null in the output, never 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfold.analysis.latency import COMPLETED, Floats, Latency, call_latency
+from kvfold.analysis.out import plain
+from kvfold.analysis.slo import Slo, good
+from kvfold.sim.run import OUTCOMES, Calls, Run, Stretches
+from kvfold.traces.table import WAIT_KINDS
+
+Ints = NDArray[np.int64]
+
+#: Fewer values than this have no P99 / have a P99 that is flagged.
+P99_MIN_VALUES, P99_SURE_VALUES = 100, 1000
+_FS_PER_S = 1e15
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+#: Quantiles of a CDF as it is drawn: even up to P90, finer in the tail.
+_CDF_QUANTILES = np.concatenate([np.arange(0, 900, 20), np.arange(900, 990, 5), np.arange(990, 1001)]) / 1000
+
+
+def quantiles(values: Floats, at: Floats, weights: Ints | None = None) -> Floats:
+    """Quantiles by NumPy's ``linear`` method; ``weights`` says how many times each value is in the sample.
+
+    The same bits as ``np.quantile(np.repeat(values, weights), at)`` without the expanded sample.
+    ``values`` must not be empty nor hold NaN, and weights must not be all 0.
+    """
+    if weights is None:
+        return np.quantile(values, at)
+    order = np.argsort(values)
+    ordered, ends = values[order], np.cumsum(weights[order])
+    position = (ends[-1] - 1) * np.asarray(at, np.float64)
+    lower = np.floor(position)
+    upper = np.minimum(lower + 1, ends[-1] - 1)
+    low = ordered[np.searchsorted(ends, lower, side="right")]
+    high = ordered[np.searchsorted(ends, upper, side="right")]
+    fraction, rise = position - lower, high - low
+    # from the nearer end, as NumPy does it: exact at both ends
+    return np.where(fraction < 0.5, low + rise * fraction, high - rise * (1 - fraction))
+
+
+def summary(values: Floats, weights: Ints | None = None) -> dict[str, Any]:
+    """``mean, p50, p90, p95, p99, n`` of the defined (not NaN) values, None where the sample is too small.
+
+    p99 is None below 100 values; ``p99_flagged`` says that there are fewer than 1,000.
+    """
+    kept = ~np.isnan(values)
+    if weights is not None:
+        kept &= weights > 0
+        weights = weights[kept]
+    values = values[kept]
+    n = int(len(values) if weights is None else weights.sum())
+    result: dict[str, Any] = {
+        "mean": None,
+        **dict.fromkeys(_QUANTILES),
+        "n": n,
+        "p99_flagged": n < P99_SURE_VALUES,
+    }
+    if n == 0:
+        return result
+    result["mean"] = float(np.average(values, weights=weights))
+    found = quantiles(values, np.array(list(_QUANTILES.values())), weights)
+    result.update(zip(_QUANTILES, found.tolist(), strict=True))
+    if n < P99_MIN_VALUES:
+        result["p99"] = None
+    return result
+
+
+def cdf(values: Floats, weights: Ints | None = None) -> dict[str, list[float]]:
+    """The distribution as it is drawn: quantiles ``q``, values ``v``; both empty when nothing is defined."""
+    kept = ~np.isnan(values) if weights is None else ~np.isnan(values) & (weights > 0)
+    if not kept.any():
+        return {"q": [], "v": []}
+    found = quantiles(values[kept], _CDF_QUANTILES, None if weights is None else weights[kept])
+    return {"q": _CDF_QUANTILES.tolist(), "v": found.tolist()}
+
+
+def itl(run: Run) -> tuple[Floats, Ints]:
+    """Inter-token gaps in seconds, pooled over all tokens, and how many times each occurs.
+
+    Each step of a stretch gives ``decode_seqs`` gaps as long as the step; gaps across a preemption come from
+    ``run.gap_s``. The weights sum to Σ(N - 1) over the calls that produced N >= 1 tokens. Equal steps are
+    kept as one weighted value, so memory follows the steps whose length changes.
+    """
+    stretches = run.stretches
+    used = (stretches.decode_seqs > 0) & (stretches.steps > 0)
+    steps, growth_fs = stretches.steps[used], stretches.growth_fs[used]
+    rows = np.where(growth_fs == 0, 1, steps)
+    step = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+    values_fs = np.repeat(stretches.first_step_fs[used], rows) + step * np.repeat(growth_fs, rows)
+    weights = np.repeat(stretches.decode_seqs[used] * (steps // rows), rows)
+    spanning = np.ones(len(run.gap_s), np.int64)
+    return np.concatenate([values_fs / _FS_PER_S, run.gap_s]), np.concatenate([weights, spanning])
+
+
+def makespan_s(calls: Calls) -> float:
+    """First arrival to last completion; NaN when nothing completed."""
+    done = calls.outcome == COMPLETED
+    if not done.any():
+        return float("nan")
+    return float(calls.last_token_s[done].max() - np.nanmin(calls.arrival_s))
+
+
+def makespan_share_s(calls: Calls) -> Floats:
+    """Each call's part of the makespan: the time since the completion before it; 0 where none completed.
+
+    The parts sum to the makespan. Resampled together with what the calls produced, they give a confidence
+    interval for a rate (kvfold.analysis.bootstrap.rate).
+    """
+    share = np.zeros(len(calls.outcome))
+    done = np.flatnonzero(calls.outcome == COMPLETED)
+    if len(done):
+        order = done[np.argsort(calls.last_token_s[done], kind="stable")]
+        share[order] = np.diff(calls.last_token_s[order], prepend=np.nanmin(calls.arrival_s))
+    return share
+
+
+def sessions(calls: Calls, times: Latency) -> dict[str, Any]:
+    """Sessions as wholes: how many completed, how long they took, and where their time went.
+
+    ``task_completion_s`` runs from a session's first arrival to its last token, waits included, for sessions
+    all of whose calls completed. The other times are totals over the calls of all sessions; where calls of a
+    session run side by side their times add up to more than the session took.
+    """
+    member = calls.session_id >= 0
+    ids, row = np.unique(calls.session_id[member], return_inverse=True)
+    done = calls.outcome[member] == COMPLETED
+    start, end = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
+    np.fmin.at(start, row, calls.arrival_s[member])
+    np.fmax.at(end, row, np.where(done, calls.last_token_s[member], -np.inf))
+    whole = np.bincount(row, ~done, minlength=len(ids)) == 0
+    kind, wait = calls.wait_kind[member], calls.wait_before_s[member]
+    tool, human = kind == WAIT_KINDS.index("tool"), kind == WAIT_KINDS.index("human")
+    return {
+        "count": len(ids),
+        "completed": int(whole.sum()),
+        "task_completion_s": summary(end[whole] - start[whole]),
+        "llm_s": float(np.nansum(times.e2e_s[member])),
+        "queue_s": float(np.nansum(times.queue_s[member])),
+        "prefill_s": float(np.nansum(times.prefill_s[member])),
+        "decode_s": float(np.nansum(times.decode_s[member])),
+        "tool_wait_s": float(np.nansum(wait[tool])),
+        "human_wait_s": float(np.nansum(wait[human])),
+        "other_wait_s": float(np.nansum(wait[~tool & ~human])),
+    }
+
+
+def timeline(stretches: Stretches, bins: int = 300) -> dict[str, list[float]]:
+    """Load over time as it is drawn: the largest value in each of ``bins`` equal parts of the run.
+
+    ``running`` counts decoding sequences. A part in which no step ran holds 0. Empty without steps.
+    """
+    names = {
+        "running": stretches.decode_seqs,
+        "waiting": stretches.waiting,
+        "used_bytes": stretches.used_bytes,
+    }
+    if len(stretches.steps) == 0:
+        return {"t_s": [], **{name: [] for name in names}}
+    start, steps = stretches.start_s, stretches.steps.astype(np.float64)
+    duration_fs = steps * stretches.first_step_fs + steps * (steps - 1) / 2 * stretches.growth_fs
+    end = start + duration_fs / _FS_PER_S
+    edges = np.linspace(start[0], end.max(), bins + 1)
+    first_bin = np.clip(np.searchsorted(edges, start, side="right") - 1, 0, bins - 1)
+    before = np.searchsorted(start, edges[:-1], side="right") - 1
+    running_on = end[before] > edges[:-1]
+    result = {"t_s": edges[:-1].tolist()}
+    for name, values in names.items():
+        largest = np.where(running_on, values[before], 0)
+        np.maximum.at(largest, first_bin, values)
+        result[name] = largest.tolist()
+    return result
+
+
+def metrics(run: Run, slo: Slo) -> dict[str, Any]:
+    """The keys of ``kvfold replay --json``; strict JSON values, null where a number is not defined.
+
+    Rates divide by the makespan. Latency is that of completed calls; ``slo_attainment`` divides by all
+    offered calls, so that rejected, timed-out and failed ones count as bad. Energy includes idling.
+    """
+    calls = run.calls
+    times = call_latency(calls)
+    done = calls.outcome == COMPLETED
+    offered, passed = len(done), int(good(slo, calls).sum())
+    output = int(calls.output_tokens[done].sum())
+    span_s = makespan_s(calls)
+    outcome = np.bincount(calls.outcome, minlength=len(OUTCOMES))
+    return plain(
+        {
+            "counts": {"offered": offered, **dict(zip(OUTCOMES, outcome, strict=True))},
+            "metrics": {
+                "ttft_s": summary(times.ttft_s),
+                "tpot_s": summary(times.tpot_s),
+                "itl_s": summary(*itl(run)),
+                "e2e_s": summary(times.e2e_s),
+                "queue_s": summary(times.queue_s),
+                "prefill_s": summary(times.prefill_s),
+                "decode_s": summary(times.decode_s),
+                "norm_latency_s": summary(times.norm_latency_s),
+            },
+            "output_tok_s": _rate(output, span_s),
+            "total_tok_s": _rate(output + int(calls.input_tokens[done].sum()), span_s),
+            "makespan_s": span_s,
+            "goodput_rps": _rate(passed, span_s),
+            "slo_attainment": passed / offered if offered else None,
+            "preemptions": int(calls.preemptions.sum()),
+            "kv": run.kv,
+            "sessions": sessions(calls, times),
+            "energy_j_per_output_token": run.energy_j / output if output else None,
+            "energy": {"total_j": run.energy_j, "idle_j": run.idle_energy_j, "origin": run.energy_origin},
+            "reject_reasons": run.reject_reasons,
+        }
+    )
+
+
+def _rate(total: float, span_s: float) -> float | None:
+    return total / span_s if span_s > 0 else None

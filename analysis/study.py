@@ -1,0 +1,171 @@
+"""The replays behind a plan: the recorded load, equal concurrency, and the highest load of every format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvfold.analysis.search import (
+    ATTAINMENT,
+    Found,
+    Outcome,
+    highest_load,
+    judge,
+    largest_power_of_two,
+)
+from kvfold.analysis.steptable import step_s
+from kvfold.sim.engine import Scenario, run
+from kvfold.sim.memory import max_sequences
+from kvfold.sim.sessions import Load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfold.analysis.deployment import Deployment
+    from kvfold.analysis.slo import Slo
+    from kvfold.codec.sizes import FormatSizes
+    from kvfold.sim.run import Run
+    from kvfold.sim.scheduler import Limits
+    from kvfold.traces.table import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a plan answers. `formats` holds the baseline first; `concurrency` None lets the plan find N."""
+
+    deployment: Deployment
+    trace: Trace
+    slo: Slo
+    formats: tuple[FormatSizes, ...]
+    limits: Limits
+    concurrency: int | None
+    prefix_caching: bool
+    seed: int
+
+    @property
+    def baseline(self) -> FormatSizes:
+        return self.formats[0]
+
+    @property
+    def has_clock(self) -> bool:
+        return self.trace.meta.clock == "common"
+
+    @property
+    def load_unit(self) -> str:
+        return "requests/s" if self.has_clock else "live sessions"
+
+    @property
+    def unit_load(self) -> float:
+        """What a load of 1 means in `load_unit`: the recorded rate of all requests, or one session."""
+        if not self.has_clock:
+            return 1.0
+        arrivals_s = self.trace.arrival_time_s
+        span_s = float(arrivals_s.max() - arrivals_s.min())
+        return len(arrivals_s) / span_s if span_s > 0 else float(len(arrivals_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """All replays of a plan: by format, at the recorded load, at equal concurrency, and at the highest load.
+
+    `gate` is the attainment that counts as served: ATTAINMENT, or ATTAINMENT of what the baseline attains with
+    one live session where even that falls short of it (requests that miss the SLO on an empty engine).
+    """
+
+    gate: float
+    alone: float  # attainment of the baseline with one live session; NaN where it was not needed
+
+    recorded: dict[str, Outcome]
+    concurrency: int
+    concurrency_origin: str
+    equal: dict[str, Outcome]
+    highest: dict[str, Found]
+
+
+def replays(question: Question, progress: Callable[[str], None]) -> Answers:
+    """Run everything that the plan needs."""
+    scenarios = {sizes.name: _scenario(question, sizes) for sizes in question.formats}
+    done: dict[tuple[str, Load], Outcome] = {}
+
+    def replay(name: str, load: Load, at: float) -> Outcome:
+        if (name, load) not in done:
+            outcome = judge(at, run(replace(scenarios[name], load=load)), question.slo)
+            progress(f"{name}: {_load_text(load)}: {100 * outcome.attainment:.1f} % of requests meet the SLO")
+            done[name, load] = outcome
+        return done[name, load]
+
+    def live(name: str, sessions: float) -> Outcome:
+        return replay(name, Load(live_sessions=int(sessions)), sessions)
+
+    def scaled(name: str, scale: float) -> Outcome:
+        return replay(name, Load(rate_scale=scale), scale)
+
+    baseline = question.baseline.name
+    recorded = {name: scaled(name, 1.0) for name in scenarios} if question.has_clock else {}
+    most = len(_sessions_of(question.trace))
+    gate, alone = ATTAINMENT, float("nan")
+    find = partial(largest_power_of_two, partial(live, baseline), _first_concurrency(question), most=most)
+    found = find(gate=gate)
+    if found.best is None:
+        alone = live(baseline, 1).attainment
+        gate = ATTAINMENT * alone
+        found = find(gate=gate)
+    assert found.best is not None
+    concurrency, origin = int(found.best.load), f"largest power of two at which {baseline} meets the SLO"
+    if found.failed_load is None:
+        origin += f"; bounded by the {most:,} sessions of the trace"
+    if question.concurrency is not None:
+        concurrency, origin = question.concurrency, "given"
+    equal = {name: live(name, concurrency) for name in scenarios}
+    highest: dict[str, Found] = {}
+    for name in scenarios:
+        if question.has_clock:
+            highest[name] = highest_load(partial(scaled, name), 1.0, gate, whole=False)
+        else:
+            highest[name] = highest_load(partial(live, name), concurrency, gate, whole=True)
+    return Answers(gate, alone, recorded, concurrency, origin, equal, highest)
+
+
+def span_s(of: Run) -> float:
+    done = ~np.isnan(of.calls.last_token_s)
+    if not done.any():
+        return max(of.busy_s, 1e-9)
+    return float(of.calls.last_token_s[done].max() - np.nanmin(of.calls.arrival_s))
+
+
+def _scenario(question: Question, sizes: FormatSizes) -> Scenario:
+    return Scenario(
+        trace=question.trace,
+        cost=question.deployment.cost(sizes),
+        budget=question.deployment.budget(sizes),
+        max_context_tokens=question.deployment.max_context_tokens,
+        limits=question.limits,
+        prefix_caching=question.prefix_caching,
+    )
+
+
+def _sessions_of(trace: Trace) -> set[int]:
+    """One number per session; single-shot calls count as one each."""
+    ids = trace.session_id.astype(np.int64)
+    return set(np.where(ids >= 0, ids, -1 - np.arange(len(ids))).tolist())
+
+
+def _first_concurrency(question: Question) -> int:
+    """Where to start looking: the batch at which the pool is full or a step takes as long as the TPOT allows."""
+    trace, deployment = question.trace, question.deployment
+    context = int(np.mean(trace.input_tokens + trace.output_tokens))
+    most = max(1, max_sequences(deployment.budget(question.baseline), context))
+    cost, batch = deployment.cost(question.baseline), 1
+    limit_s = question.slo.tpot_s
+    while batch * 2 <= most and (limit_s is None or step_s(cost, batch * 2, context) <= limit_s / 2):
+        batch *= 2
+    return batch
+
+
+def _load_text(load: Load) -> str:
+    if load.live_sessions is not None:
+        return f"{load.live_sessions:,} live"
+    return f"{load.rate_scale:.3g} x the recorded rate"

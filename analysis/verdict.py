@@ -1,0 +1,136 @@
+"""The one line that a plan ends in: what the format buys, what it costs, and what binds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvfold.analysis.search import ATTAINMENT
+
+if TYPE_CHECKING:
+    from kvfold.analysis.study import Answers, Question
+
+#: The pool binds when live sequences have held this share of it.
+FULL_POOL = 0.95
+#: Nothing binds at the recorded load when the baseline could serve this many times as much.
+ROOM = 1.1
+
+
+def verdict(question: Question, answers: Answers, plan: dict[str, Any]) -> dict[str, Any]:
+    """`slo_met`: some format meets the SLO at the recorded load (without one: at the fixed concurrency)."""
+    base = question.baseline.name
+    judged = answers.recorded or answers.equal
+    slo_met = any(outcome.attainment >= ATTAINMENT for outcome in judged.values())
+    name, capacity = _best_format(question, answers)
+    speedup = next((line["speedup"] for line in plan["step"]["formats"] if line["format"] == name), None)
+    limit = _binding_at(answers, base)
+    binding = "none" if _has_room(answers, base) else limit
+    return {
+        "slo_met": slo_met,
+        "format": name,
+        "capacity_change": capacity,
+        "step_speedup": speedup,
+        "binding": binding,
+        "binding_at_highest_load": limit,
+        "text": _text(question, answers, plan, name, capacity, speedup, slo_met, binding, limit),
+    }
+
+
+def _best_format(question: Question, answers: Answers) -> tuple[str, float | None]:
+    """The format with the largest change of the highest load, the baseline itself if there is no other."""
+    base = answers.highest[question.baseline.name].best
+    changes: dict[str, float | None] = {}
+    for sizes in question.formats[1:]:
+        best = answers.highest[sizes.name].best
+        changes[sizes.name] = best.load / base.load - 1 if best and base else None
+    if not changes:
+        return question.baseline.name, None
+    name = max(changes, key=lambda each: float("-inf") if (known := changes[each]) is None else known)
+    return name, changes[name]
+
+
+def _has_room(answers: Answers, name: str) -> bool:
+    """Whether the recorded load is well below the highest one."""
+    best = answers.highest[name].best
+    return bool(answers.recorded) and best is not None and best.load >= ROOM
+
+
+def _binding_at(answers: Answers, name: str) -> str:
+    """What stops the format from serving more: looked up in the first replay above its highest load."""
+    found = answers.highest[name]
+    failed = [outcome for outcome in found.tried if outcome.attainment < answers.gate]
+    if not failed:
+        return "none"
+    run = min(failed, key=lambda outcome: outcome.load).run
+    if run.kv["peak_bytes"] >= FULL_POOL * run.kv["capacity_bytes"]:
+        return "memory"
+    stretches = run.stretches
+    prefill_s = float((stretches.steps * stretches.first_step_fs)[stretches.prefill_tokens > 0].sum()) / 1e15
+    return "compute" if prefill_s > run.busy_s / 2 else "bandwidth"
+
+
+def _text(
+    question: Question,
+    answers: Answers,
+    plan: dict[str, Any],
+    name: str,
+    capacity: float | None,
+    speedup: float | None,
+    slo_met: bool,
+    binding: str,
+    limit: str,
+) -> str:
+    deployment, base = question.deployment, question.baseline.name
+    gpus = f"{deployment.tp} x {deployment.gpu.name}"
+    parts = [f"{deployment.model.name} on {gpus}, SLO {question.slo.name}: "]
+    if name == base:
+        parts.append(f"{base} alone was asked for; name a second format to compare")
+    elif capacity is None:
+        parts.append(f"no load was found that both {base} and {name} serve within the SLO")
+    else:
+        parts.append(_capacity_text(question, answers, name, capacity))
+    if speedup is not None:
+        parts.append(f"; at equal concurrency a decode step runs {speedup:.2f}x as fast")
+        share = plan["step"]["formats"][0]["attention_share"]
+        parts.append(f" (attention is {100 * share:.0f} % of it)")
+    if limit != "none":
+        parts.append(f"; what binds there is {limit}")
+    if binding == "none" and answers.recorded:
+        parts.append("; at the recorded load nothing binds, so no format changes what is served there")
+    parts.append(_harm_text(name, base, capacity, speedup))
+    if answers.gate < ATTAINMENT:
+        missed = 100 * (1 - answers.alone)
+        parts.append(f"; {missed:.1f} % of requests miss the SLO even alone, loads are judged by the others")
+    rejected = plan["rejected"]["reasons"].get("longer_than_model_context", 0)
+    if rejected:
+        share = 100 * rejected / plan["rejected"]["offered"]
+        tokens = f"{deployment.max_context_tokens:,}"
+        parts.append(
+            f"; {rejected:,} requests ({share:.1f} %) are longer than {tokens} tokens and were rejected"
+        )
+    if not slo_met:
+        where = "the recorded load" if answers.recorded else f"{answers.concurrency:,} live"
+        parts.append(f"; NO format meets the SLO at {where} (below {100 * ATTAINMENT:g} % of requests)")
+    return "".join(parts) + ". All step times modelled."
+
+
+def _capacity_text(question: Question, answers: Answers, name: str, capacity: float) -> str:
+    factor, unit = question.unit_load, question.load_unit
+    before, after = answers.highest[question.baseline.name].best, answers.highest[name].best
+    assert before is not None
+    assert after is not None
+    loads = f"{before.load * factor:.3g} -> {after.load * factor:.3g} {unit}"
+    if abs(capacity) < 0.03:
+        return f"{name} serves the same load on the same KV budget ({loads})"
+    more = "more" if capacity > 0 else "less"
+    return f"{name} serves {100 * abs(capacity):.0f} % {more} load on the same KV budget ({loads})"
+
+
+def _harm_text(name: str, base: str, capacity: float | None, speedup: float | None) -> str:
+    if name == base:
+        return ""
+    slower = speedup is not None and speedup < 0.995
+    if slower and (capacity is None or capacity < 0.03):
+        return f"; {name} does not help here, stay with {base}"
+    if slower:
+        return "; each user's own tokens come more slowly"
+    return ""

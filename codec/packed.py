@@ -1,0 +1,73 @@
+"""One array of K or V in a format: packed pages, their places, and the raw tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvfold.codec.windows import Windows
+
+Axis = Literal["channel", "token"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """The packed form of BF16 patterns ``[kv_head, token, head_dim]``.
+
+    A page is ``block_tokens`` tokens of all heads. Tokens after the last full block are the tail: they stay
+    raw until their block is full, and a full block is packed once.
+    """
+
+    shape: tuple[int, int, int]  # kv_heads, tokens, head_dim
+    block_tokens: int
+    pages: NDArray[np.uint8]  # the pages' bytes, one page after another
+    page_starts: NDArray[np.int64]  # [pages + 1], bytes
+    tail: NDArray[np.uint16]  # [kv_heads, tokens % block_tokens, head_dim]
+    windows: Windows | None = None
+    axis: Axis = "channel"  # along which elements are grouped, where the format groups
+
+    @property
+    def page_count(self) -> int:
+        return self.shape[1] // self.block_tokens
+
+    @property
+    def page_elements(self) -> int:
+        return self.shape[0] * self.block_tokens * self.shape[2]
+
+    @property
+    def page_bytes(self) -> NDArray[np.int64]:
+        """Encoded bytes of each page, all metadata included."""
+        return np.diff(self.page_starts)
+
+
+def split_blocks(
+    patterns: NDArray[np.uint16], block_tokens: int
+) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Full blocks ``[page, kv_head, block_token, head_dim]`` and the tail ``[kv_head, token, head_dim]``.
+
+    Raises ValueError when the patterns are not ``uint16 [kv_head, token, head_dim]`` or a size is below 1.
+    """
+    if patterns.dtype != np.uint16 or patterns.ndim != 3:
+        raise ValueError(
+            f"patterns must be uint16 [kv_head, token, head_dim], got {patterns.dtype} {list(patterns.shape)}"
+        )
+    kv_heads, tokens, head_dim = patterns.shape
+    if kv_heads < 1 or head_dim < 1:
+        raise ValueError(f"patterns must have at least one head and one channel, got {list(patterns.shape)}")
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
+    full = tokens - tokens % block_tokens
+    blocks = patterns[:, :full].reshape(kv_heads, full // block_tokens, block_tokens, head_dim)
+    return blocks.transpose(1, 0, 2, 3), patterns[:, full:].copy()
+
+
+def join_blocks(blocks: NDArray[np.uint16], tail: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """The inverse of ``split_blocks``."""
+    pages, kv_heads, block_tokens, head_dim = blocks.shape
+    full = blocks.transpose(1, 0, 2, 3).reshape(kv_heads, pages * block_tokens, head_dim)
+    return np.concatenate([full, tail], axis=1)

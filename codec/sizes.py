@@ -1,0 +1,132 @@
+"""The sizes of each KV format for the simulator: reads `codec/data/sizes.csv`, standard library only.
+
+`python -m kvfold.codec.survey KV_FOLDER` measures and writes that table.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+COLUMNS = (
+    "format",
+    "codec_block_tokens",
+    "kind",
+    "source",
+    "quantile",
+    "bits_per_element",
+    "raw_block_share",
+)
+BF16_BITS = 16.0
+SIZES_CSV = Path(__file__).parent / "data" / "sizes.csv"
+
+# Per format: integer operations to decode one element (an estimate for packed registers, re-placing sign and
+# mantissa included; GAAC 7.5 to 8), the share of the shorter of reading and decoding that hides behind the
+# longer, and where the sizes come from. GAAC's preprint accounts for a step with -294.3 us of reading and
+# +49.2 us of computing, which add up: nothing is hidden.
+DECODE_COSTS = {
+    "bf16": (0.0, 0.0, "published"),
+    "gaac": (7.75, 0.0, "measured"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FormatSizes:
+    """How large a format's KV is, and what decoding costs; bits are per element, K and V together."""
+
+    name: str
+    block_tokens: int  # tokens packed at once; for bf16 the pool page
+    encoded_bits: float  # mean of encoded blocks, all metadata included
+    slot_bits: float  # of a fixed slot, its block table entry included
+    raw_block_share: float  # share of blocks (one layer, K or V) that do not fit their slot and stay raw BF16
+    decode_int_ops_per_element: float
+    decode_overlap: float  # share of the shorter of (reading, decoding) hidden behind the longer
+    source: str
+    origin: str  # measured | modelled | published
+
+    @property
+    def resident_bits(self) -> float:
+        """Mean bits per element in memory. A raw block's own table entry (< 0.01 bit) is left out."""
+        return (1 - self.raw_block_share) * self.slot_bits + self.raw_block_share * BF16_BITS
+
+    @property
+    def resident_saving(self) -> float:
+        """1 - resident bytes / BF16 bytes of the same full blocks."""
+        return 1 - self.resident_bits / BF16_BITS
+
+
+def load_sizes(path: Path | None = None) -> dict[str, FormatSizes]:
+    """Sizes by format name, from the bundled table or another with the same columns.
+
+    Every (kind, source) of a format weighs the same. The bundled sources are one middle layer and two extreme
+    ones (first layer, widest values), so their mean is on the large side of a whole model's.
+    Raises ValueError, naming file and line, for other columns, unknown formats and values that are no number.
+    """
+    path = path or SIZES_CSV
+    rows_of: dict[str, list[_Row]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        names = tuple(reader.fieldnames or ())
+        if names != COLUMNS:
+            raise ValueError(f"{path}:1: columns must be {','.join(COLUMNS)}, got {','.join(names)}")
+        for fields in reader:
+            try:
+                row = _Row.parse(fields)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}:{reader.line_num}: {error}") from None
+            rows_of.setdefault(row.format, []).append(row)
+    return {name: _sizes(path, name, rows) for name, rows in rows_of.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    format: str
+    block_tokens: int
+    kind: str
+    source: str
+    quantile: str
+    bits_per_element: float
+    raw_block_share: float
+
+    @staticmethod
+    def parse(fields: dict[str, str]) -> _Row:
+        if fields["format"] not in DECODE_COSTS:
+            raise ValueError(f"format must be one of {', '.join(DECODE_COSTS)}, got {fields['format']!r}")
+        return _Row(
+            format=fields["format"],
+            block_tokens=int(fields["codec_block_tokens"]),
+            kind=fields["kind"],
+            source=fields["source"],
+            quantile=fields["quantile"],
+            bits_per_element=float(fields["bits_per_element"]),
+            raw_block_share=float(fields["raw_block_share"] or 0),
+        )
+
+
+def _sizes(path: Path, name: str, rows: list[_Row]) -> FormatSizes:
+    means = [row.bits_per_element for row in rows if row.quantile == "mean"]
+    slots = [row for row in rows if row.quantile == "slot"]
+    blocks = {row.block_tokens for row in rows}
+    kinds = {row.kind for row in rows}
+    if not means or len(means) != len(slots) or len(blocks) != 1 or kinds != {"k", "v"}:
+        raise ValueError(
+            f"{path}: {name} needs one mean and one slot row per kind (k, v) and source, all of one "
+            f"codec_block_tokens; got {len(means)} mean rows, {len(slots)} slot rows, kinds {sorted(kinds)}, "
+            f"codec_block_tokens {sorted(blocks)}"
+        )
+    # Slots weigh by the blocks that use them, so that resident_bits is exact.
+    packed_share = sum(1 - slot.raw_block_share for slot in slots)
+    slot_bits = sum((1 - slot.raw_block_share) * slot.bits_per_element for slot in slots)
+    int_ops, overlap, origin = DECODE_COSTS[name]
+    return FormatSizes(
+        name=name,
+        block_tokens=blocks.pop(),
+        encoded_bits=sum(means) / len(means),
+        slot_bits=slot_bits / packed_share if packed_share else BF16_BITS,
+        raw_block_share=1 - packed_share / len(slots),
+        decode_int_ops_per_element=int_ops,
+        decode_overlap=overlap,
+        source="; ".join(dict.fromkeys(row.source for row in rows)),
+        origin=origin,
+    )

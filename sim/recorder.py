@@ -1,0 +1,193 @@
+"""Takes down what happens to every call and in every stretch of steps, and makes the `Run` of it."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvfold.sim.run import OUTCOMES, Calls, Run, Stretches
+from kvfold.sim.step import FS_PER_S
+
+if TYPE_CHECKING:
+    from kvfold.sim.engine import Scenario
+    from kvfold.sim.run import Floats
+    from kvfold.sim.scheduler import State, Step
+    from kvfold.traces.table import Trace
+
+
+class Recorder:
+    """Times are kept as integer femtoseconds, None where an event has not happened."""
+
+    def __init__(self, trace: Trace) -> None:
+        calls = len(trace)
+        self._trace = trace
+        self._arrival: list[int | None] = [None] * calls
+        self._scheduled: list[int | None] = [None] * calls
+        self._first_token: list[int | None] = [None] * calls
+        self._last_token: list[int | None] = [None] * calls
+        self._cached = [0] * calls
+        self._prefilled = [0] * calls
+        self._preemptions = [0] * calls
+        self._refusals: dict[int, str] = {}
+        self._interrupted: dict[int, int] = {}  # call -> time of the last token before a preemption
+        self._gaps_fs: list[int] = []
+        self._busy_fs = 0
+        self._token_time = 0  # live KV tokens x femtoseconds
+        self._sequence_time = 0
+        self._peak_bytes = 0
+        self._starts_s = array("d")
+        self._rows = array("q")  # the integer columns of Stretches, row by row
+
+    def arrived(self, call: int, now: int) -> None:
+        self._arrival[call] = now
+
+    def refused(self, call: int, reason: str, now: int) -> None:
+        self._arrival[call] = now
+        self._refusals[call] = reason
+
+    def scheduled(self, step: Step, unit_tokens: int, now: int) -> None:
+        for sequence in step.preempted:
+            self._preemptions[sequence.call] += 1
+            if sequence.generated > 0:
+                self._interrupted.setdefault(sequence.call, now)
+        for sequence in step.admitted:
+            if self._scheduled[sequence.call] is None:
+                self._scheduled[sequence.call] = now
+                self._cached[sequence.call] = sequence.pinned_units * unit_tokens
+            self._prefilled[sequence.call] += sequence.prompt_tokens - sequence.computed
+
+    def stretch(self, state: State, step: Step, now: int, steps: int, first_fs: int, growth_fs: int) -> None:
+        decoding = state.decoding
+        prefill_tokens = sum(chunk.tokens for _, chunk in step.chunks)
+        held = sum(sequence.prompt_tokens for sequence, _ in step.chunks)
+        if state.prefilling is not None and not step.chunks:
+            held += state.prefilling.prompt_tokens
+        pairs = steps * (steps - 1) // 2
+        duration_fs = steps * first_fs + growth_fs * pairs
+        squares = (steps - 1) * steps * (2 * steps - 1) // 6
+        self._busy_fs += duration_fs
+        # sum over steps j of (kv + held + count j) (first + growth j)
+        self._token_time += (decoding.kv_tokens + held) * duration_fs
+        self._token_time += decoding.count * (first_fs * pairs + growth_fs * squares)
+        self._sequence_time += state.pool.sequences * duration_fs
+        used_bytes = state.pool.live_bytes()
+        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        self._starts_s.append(now / FS_PER_S)
+        self._rows.extend(
+            (
+                steps,
+                first_fs,
+                growth_fs,
+                decoding.count,
+                prefill_tokens,
+                decoding.kv_tokens,
+                len(state.waiting),
+                used_bytes,
+            )
+        )
+
+    def prompt_ended(self, call: int, now: int) -> None:
+        """A prompt gives a token: the first one, or the first after a preemption."""
+        if self._first_token[call] is None:
+            self._first_token[call] = now
+        elif call in self._interrupted:
+            self._gaps_fs.append(now - self._interrupted.pop(call))
+
+    def completed(self, call: int, now: int) -> None:
+        self._last_token[call] = now
+
+    def finish(self, scenario: Scenario, unknown_waits: int, wait_before_fs: list[int | None]) -> Run:
+        """Columns of everything taken down, with the totals and the assumptions of the run."""
+        trace = self._trace
+        outcome = np.full(len(trace), OUTCOMES.index("failed"), np.int8)
+        last_token_s = _seconds(self._last_token)
+        outcome[~np.isnan(last_token_s)] = OUTCOMES.index("completed")
+        outcome[list(self._refusals)] = OUTCOMES.index("rejected")
+        done = outcome == OUTCOMES.index("completed")
+        calls = Calls(
+            request_id=np.arange(len(trace), dtype=np.int64),
+            session_id=trace.session_id,
+            input_tokens=trace.input_tokens,
+            output_tokens=np.where(done, np.maximum(trace.output_tokens, 1), 0),
+            arrival_s=_seconds(self._arrival),
+            scheduled_s=_seconds(self._scheduled),
+            first_token_s=_seconds(self._first_token),
+            last_token_s=last_token_s,
+            cached_tokens=np.array(self._cached, np.int64),
+            prefilled_tokens=np.array(self._prefilled, np.int64),
+            preemptions=np.array(self._preemptions, np.int64),
+            outcome=outcome,
+            wait_before_s=_seconds(wait_before_fs),
+            wait_kind=trace.wait_kind,
+        )
+        makespan_s = 0.0
+        if done.any():
+            makespan_s = float(last_token_s[done].max() - np.nanmin(calls.arrival_s))
+        busy_s = self._busy_fs / FS_PER_S
+        gpu, tp = scenario.cost.gpu, scenario.cost.tp
+        idle_energy_j, energy_j, energy_origin = float("nan"), float("nan"), "unknown"
+        if gpu.power_limit_w is not None and gpu.idle_w is not None:
+            idle_energy_j = gpu.idle_w * tp * max(0.0, makespan_s - busy_s)
+            energy_j = gpu.power_limit_w * tp * busy_s + idle_energy_j
+            energy_origin = "modelled"
+        return Run(
+            calls=calls,
+            stretches=self._stretches(),
+            gap_s=np.array(self._gaps_fs, np.float64) / FS_PER_S,
+            reject_reasons=_counted(list(self._refusals.values())),
+            kv=self._kv(scenario, calls, makespan_s),
+            busy_s=busy_s,
+            energy_j=energy_j,
+            energy_origin=energy_origin,
+            idle_energy_j=idle_energy_j,
+            notes=self._notes(scenario, unknown_waits),
+        )
+
+    def _stretches(self) -> Stretches:
+        rows = np.array(self._rows, np.int64).reshape(-1, 8)
+        return Stretches(np.array(self._starts_s, np.float64), *rows.T)
+
+    def _kv(self, scenario: Scenario, calls: Calls, makespan_s: float) -> dict[str, float]:
+        budget, sizes = scenario.budget, scenario.cost.sizes
+        span_fs = makespan_s * FS_PER_S
+        token_bytes = budget.unit_bytes / budget.unit_tokens
+        constant_bytes = budget.sequence_bytes + budget.tail_bytes
+        mean_bytes = (
+            (self._token_time * token_bytes + self._sequence_time * constant_bytes) / span_fs
+            if span_fs
+            else 0.0
+        )
+        admitted = ~np.isnan(calls.scheduled_s)
+        prompt_tokens = int(calls.input_tokens[admitted].sum())
+        return {
+            "capacity_bytes": budget.kv_budget_bytes,
+            "peak_bytes": self._peak_bytes,
+            "mean_bytes": mean_bytes,
+            "mean_tokens": self._token_time / span_fs if span_fs else 0.0,
+            "raw_block_share": sizes.raw_block_share,
+            "slot_waste_share": 1 - sizes.encoded_bits / sizes.slot_bits,
+            "prefix_hit_token_share": int(calls.cached_tokens.sum()) / prompt_tokens
+            if prompt_tokens
+            else 0.0,
+        }
+
+    def _notes(self, scenario: Scenario, unknown_waits: int) -> tuple[str, ...]:
+        notes = []
+        if unknown_waits:
+            notes.append(f"{unknown_waits:,} waits that the trace does not know were replayed as 0 s")
+        silent = int((self._trace.output_tokens == 0).sum())
+        if silent:
+            notes.append(f"{silent:,} calls without output were simulated with one token")
+        if scenario.cost.model.linear_layers and scenario.prefix_caching:
+            notes.append("prefix hits assume that recurrent state can be restored at any block, at no cost")
+        return tuple(notes)
+
+
+def _seconds(times_fs: list[int | None]) -> Floats:
+    return np.array([float("nan") if fs is None else fs / FS_PER_S for fs in times_fs], np.float64)
+
+
+def _counted(names: list[str]) -> dict[str, int]:
+    return {name: names.count(name) for name in sorted(set(names))}

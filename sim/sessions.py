@@ -1,0 +1,168 @@
+"""When calls arrive: roots on the trace's clock or one live session after another, children when parents end.
+
+A call with parents arrives when all of them have ended and each edge's wait is over, so a slower engine delays a
+session as it does in life. Waits that the trace does not know are replayed as 0 and counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvfold.sim.errors import ConfigError
+from kvfold.sim.step import FS_PER_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfold.sim.clock import Clock
+    from kvfold.traces.table import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How a trace is offered. With `live_sessions` N sessions (or single calls) are live at once, in trace order,
+    each followed by the next when it ends; without, roots arrive on the trace's clock, `rate_scale` times as fast.
+    `open_loop` replays recorded arrivals for children too.
+    """
+
+    live_sessions: int | None = None
+    rate_scale: float = 1.0
+    open_loop: bool = False
+
+    def __post_init__(self) -> None:
+        if self.live_sessions is not None and self.live_sessions < 1:
+            raise ConfigError(f"the number of live sessions must be at least 1, got {self.live_sessions}")
+        if not (0 < self.rate_scale < float("inf")):
+            raise ConfigError(f"rate scale must be a positive number, got {self.rate_scale}")
+        if self.open_loop and self.live_sessions is not None:
+            raise ConfigError("an open loop has no number of live sessions; give one of the two")
+
+
+class Sessions:
+    """Arrivals as SimPy events. `arrive(call)` is called at each arrival and must lead to `ended(call)`."""
+
+    def __init__(self, clock: Clock, trace: Trace, load: Load, arrive: Callable[[int], None]) -> None:
+        if load.live_sessions is None and trace.meta.clock != "common":
+            raise ConfigError(
+                f"{trace.meta.source} has no clock common to its sessions, so it cannot be replayed at recorded "
+                "arrivals; give --concurrency N for N live sessions"
+            )
+        self.unknown_waits = 0
+        self.wait_before_fs: list[int | None] = [None] * len(trace)
+        self._clock = clock
+        self._arrive = arrive
+        self._load = load
+        self._parents_left = [0] * len(trace)
+        self._ready_fs = [0] * len(trace)
+        self._children: list[list[tuple[int, int]]] = [[] for _ in range(len(trace))]
+        if not load.open_loop:
+            self._link(trace)
+        self._roots = [call for call, parents in enumerate(self._parents_left) if parents == 0]
+        self._offset_fs = [
+            round(arrival * FS_PER_S) for arrival in (trace.arrival_time_s / load.rate_scale).tolist()
+        ]
+        self._session_of, self._session_roots, self._calls_left = self._group(trace)
+        self._next_session = 0
+        self._ended: deque[int] = deque()
+
+    def start(self) -> None:
+        """Offer the first calls; a call that is refused at once ends within this."""
+        if self._load.live_sessions is None:
+            self._schedule_root(0)
+            return
+        for _ in range(min(self._load.live_sessions, len(self._session_roots))):
+            self._start_session()
+
+    def ended(self, call: int) -> None:
+        """The call completed or was refused: its children become due, and its session may end."""
+        self._ended.append(call)
+        if len(self._ended) > 1:
+            return  # the loop below, further up the stack, takes it: chains of refusals must not recurse
+        while self._ended:
+            self._end_one(self._ended[0])
+            self._ended.popleft()
+
+    def _end_one(self, call: int) -> None:
+        now = self._clock.now_fs
+        for child, wait_fs in self._children[call]:
+            self._parents_left[child] -= 1
+            if now + wait_fs >= self._ready_fs[child]:
+                self._ready_fs[child] = now + wait_fs
+                self.wait_before_fs[child] = wait_fs
+            if self._parents_left[child] == 0:
+                self._at(max(self._ready_fs[child], now), [child])
+        session = self._session_of[call]
+        self._calls_left[session] -= 1
+        if self._calls_left[session] == 0 and self._load.live_sessions is not None:
+            self._start_session()
+
+    def _start_session(self) -> None:
+        if self._next_session < len(self._session_roots):
+            roots = self._session_roots[self._next_session]
+            self._next_session += 1
+            origin = self._offset_fs[roots[0]]
+            for root in roots:
+                self._at(self._clock.now_fs + max(0, self._offset_fs[root] - origin), [root])
+
+    def _schedule_root(self, position: int) -> None:
+        """All roots of the next instant in one event, and the event after it from there."""
+        if position >= len(self._roots):
+            return
+        at = self._offset_fs[self._roots[position]]
+        end = position
+        while end < len(self._roots) and self._offset_fs[self._roots[end]] == at:
+            end += 1
+        event = self._clock.timeout(max(0, at - self._clock.now_fs), (position, end))
+        event.callbacks.append(self._on_roots)
+
+    def _on_roots(self, event: Any) -> None:
+        position, end = event.value
+        self._schedule_root(end)
+        for root in self._roots[position:end]:
+            self._arrive(root)
+
+    def _at(self, time_fs: int, calls: list[int]) -> None:
+        if time_fs <= self._clock.now_fs:
+            for call in calls:
+                self._arrive(call)
+            return
+        event = self._clock.timeout(time_fs - self._clock.now_fs, calls)
+        event.callbacks.append(self._on_calls)
+
+    def _on_calls(self, event: Any) -> None:
+        for call in event.value:
+            self._arrive(call)
+
+    def _link(self, trace: Trace) -> None:
+        waits = trace.edge_wait_s
+        self.unknown_waits = int(np.isnan(waits).sum())
+        waits_fs = [round(wait * FS_PER_S) for wait in np.nan_to_num(waits, nan=0.0).tolist()]
+        for child, parent, wait_fs in zip(
+            trace.edge_child.tolist(), trace.edge_parent.tolist(), waits_fs, strict=True
+        ):
+            self._children[parent].append((child, wait_fs))
+            self._parents_left[child] += 1
+
+    def _group(self, trace: Trace) -> tuple[list[int], list[list[int]], list[int]]:
+        """Sessions in order of their first call; a single-shot call is a session of its own."""
+        session_of: list[int] = []
+        roots: list[list[int]] = []
+        calls: list[int] = []
+        known: dict[int, int] = {}
+        for call, session_id in enumerate(trace.session_id.tolist()):
+            session = known.get(session_id, -1) if session_id >= 0 else -1
+            if session < 0:
+                session = len(calls)
+                calls.append(0)
+                roots.append([])
+                if session_id >= 0:
+                    known[session_id] = session
+            session_of.append(session)
+            calls[session] += 1
+            if self._parents_left[call] == 0:
+                roots[session].append(call)
+        return session_of, roots, calls

@@ -1,0 +1,238 @@
+"""Cost of one engine step, term by term, in integer femtoseconds.
+
+Integers make the coalesced and the stepwise simulation agree bit for bit: within a run of equal steps the cost
+grows linearly, so the sum of k steps has a closed form without rounding.
+
+Every term here is `modelled`: bytes over datasheet bandwidth, or operations over datasheet FLOP/s, each times the
+one efficiency of the GPU profile (sim/data/gpus.toml). No constant is fitted to a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvfold.sim.gpu import require
+
+if TYPE_CHECKING:
+    from kvfold.codec.sizes import FormatSizes
+    from kvfold.sim.gpu import GpuSpec
+    from kvfold.sim.model import ModelSpec
+
+FS_PER_S = 10**15
+
+#: Kernel launches, scheduling and output handling that no GPU work hides, per step and per sequence in it.
+#: Modelled round figures; leaving them out shifts TTFT and capacity (docs/assumptions.md).
+STEP_OVERHEAD_S = 300e-6
+SEQUENCE_OVERHEAD_S = 2e-6
+#: One all-reduce's latency besides its bytes (NCCL, one node); modelled.
+COLLECTIVE_LATENCY_S = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a prompt computed in one step: `tokens` new ones after `history_tokens` that are in the KV pool.
+
+    `last` marks the chunk that ends the prompt, whose last token is sampled from.
+    """
+
+    tokens: int
+    history_tokens: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One row of the step table; `speed_of_light_s` is the time at full datasheet bandwidth or FLOP/s."""
+
+    name: str
+    s: float
+    speed_of_light_s: float
+    origin: str
+
+
+def _fs(seconds: float) -> int:
+    return round(seconds * FS_PER_S)
+
+
+def expected_experts(experts: int, per_token: int, tokens: int) -> float:
+    """Expected number of distinct experts that `tokens` tokens touch in a layer, routing uniform and independent.
+
+    Each expert is missed by one token with probability 1 - per_token / experts.
+    """
+    if experts == 0:
+        return 0.0
+    return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Step time of one model on one GPU (or tensor-parallel group) with one KV format.
+
+    `kv_token_fs` is the cost of one context token of one decoding sequence, `window_token_fs` the same for its
+    sliding-window layers; `history_token_fs(chunk)` that of one token of history under a prefill chunk.
+    """
+
+    model: ModelSpec
+    gpu: GpuSpec
+    sizes: FormatSizes
+    weights: str
+    tp: int
+    kv_token_fs: int
+    window_token_fs: int
+    pair_fs: int
+    window_pair_fs: int
+    history_read_fs: int
+    unpack_token_fs: int
+    _bandwidth: float
+    _flops: float
+    _bases: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def decode_fs(self, sequences: int, kv_tokens: int, window_tokens: int) -> int:
+        """A step in which `sequences` sequences with `kv_tokens` context tokens in all gain one token each."""
+        return (
+            self.base_fs(sequences, 0, 0)
+            + self.kv_token_fs * kv_tokens
+            + self.window_token_fs * window_tokens
+        )
+
+    def base_fs(self, sequences: int, prompt_tokens: int, ending_prompts: int) -> int:
+        """What a step costs whatever the lengths of its contexts: weights, overhead, sampling, packing."""
+        key = (sequences, prompt_tokens, ending_prompts)
+        found = self._bases.get(key)
+        if found is None:
+            found = sum(fs for _, fs, _ in self._base_terms(*key))
+            self._bases[key] = found
+        return found
+
+    def chunk_fs(self, chunk: Chunk) -> int:
+        """Prefill attention of one chunk, over its history and over itself."""
+        own_pairs = chunk.tokens * (chunk.tokens + 1) // 2
+        reach = min(self.model.window_tokens, chunk.history_tokens + chunk.tokens)
+        return (
+            self.history_token_fs(chunk.tokens) * chunk.history_tokens
+            + self.pair_fs * own_pairs
+            + self.window_pair_fs * chunk.tokens * reach
+        )
+
+    def history_token_fs(self, chunk_tokens: int) -> int:
+        """Cost of one history token for a chunk: its attention pairs, or its KV read; and the unpacking of it.
+
+        Prefill keeps its ordinary attention, so packed history is unpacked to memory first and read again.
+        """
+        return max(chunk_tokens * self.pair_fs, self.history_read_fs) + self.unpack_token_fs
+
+    def terms(self, sequences: int, kv_tokens: int, window_tokens: int) -> list[Term]:
+        """The table of one pure decode step; the sum of `s` is `decode_fs` to within a femtosecond a row."""
+        model, sizes = self.model, self.sizes
+        rows = self._base_terms(sequences, 0, 0)
+        elements = model.kv_elements_per_token(self.tp) * kv_tokens
+        read_s = elements * _read_bits(sizes) / 8 / self._bandwidth
+        work_s = elements * _work_s_per_element(self.gpu, sizes)
+        total_fs = self.kv_token_fs * kv_tokens
+        read_fs = min(_fs(read_s), total_fs)
+        window_fs = self.window_token_fs * window_tokens
+        light = self.gpu.bandwidth_efficiency
+        rows.insert(0, ("attention: KV read", read_fs, read_s * light))
+        rows.insert(1, ("attention: decode work", total_fs - read_fs, work_s * self.gpu.compute_efficiency))
+        if model.sliding_layers:
+            rows.insert(2, ("attention: windows", window_fs, window_fs / FS_PER_S * light))
+        return [Term(name, fs / FS_PER_S, light_s, "modelled") for name, fs, light_s in rows]
+
+    def _base_terms(
+        self, sequences: int, prompt_tokens: int, ending_prompts: int
+    ) -> list[tuple[str, int, float]]:
+        """(name, femtoseconds, speed-of-light seconds) of every term that no context length enters."""
+        model, gpu, tp = self.model, self.gpu, self.tp
+        tokens, sampled = sequences + prompt_tokens, sequences + ending_prompts
+        weights = model.weights_bytes(self.weights, tp)
+        rows: list[tuple[str, int, float]] = []
+
+        def add(name: str, count_bytes: float, flops: float = 0.0) -> None:
+            slower_s = max(count_bytes / self._bandwidth, flops / self._flops if flops else 0.0)
+            light_s = max(
+                count_bytes / gpu.bandwidth_bytes_per_s,
+                flops / require(gpu, "bf16_flops_per_s") if flops else 0.0,
+            )
+            rows.append((name, _fs(slower_s), light_s))
+
+        add("linear layers", weights.dense, 2 * model.dense_params / tp * tokens)
+        if model.moe_layers:
+            distinct = expected_experts(model.experts, model.experts_per_token, tokens)
+            active = model.experts_per_token * model.expert_params * model.moe_layers / tp
+            add("experts", weights.experts * distinct / model.experts, 2 * active * tokens)
+        add("LM head", weights.lm_head if sampled else 0, 2 * model.lm_head_params / tp * sampled)
+        # logits are written in FP32, read for the softmax and read for the draw
+        add("sampling", 3 * 4 * model.vocab / tp * sampled)
+        elements = model.kv_elements_per_token(tp)
+        add("KV write", (elements + model.window_kv_elements_per_token(tp)) * 2 * tokens)
+        if self.sizes.slot_bits < 16:
+            add("pack filled blocks", elements * (2 + self.sizes.encoded_bits / 8) * tokens)
+            # the raw tail holds (block_tokens - 1) / 2 tokens on average, read at 16 bits instead of packed ones
+            tail_tokens = (self.sizes.block_tokens - 1) / 2 * sequences
+            add("raw tails", elements * (16 - _read_bits(self.sizes)) / 8 * tail_tokens)
+        if model.linear_layers:
+            add("recurrent state", 2 * model.state_bytes_per_sequence(tp) * (sequences + (prompt_tokens > 0)))
+        if tp > 1:
+            layers = model.full_layers + model.sliding_layers + model.linear_layers + model.mla_layers
+            moved_s = 2 * (tp - 1) / tp * tokens * model.hidden * 2 / require(gpu, "link_bytes_per_s")
+            all_s = 2 * layers * (moved_s + COLLECTIVE_LATENCY_S)
+            rows.append(("collectives", _fs(all_s), 2 * layers * moved_s))
+        overhead_s = STEP_OVERHEAD_S + SEQUENCE_OVERHEAD_S * sampled
+        rows.append(("launch and scheduling", _fs(overhead_s), 0.0))
+        return rows
+
+
+def _read_bits(sizes: FormatSizes) -> float:
+    """Mean bits that attention reads per element of full blocks: encoded, or raw where a block stayed raw."""
+    return (1 - sizes.raw_block_share) * sizes.encoded_bits + sizes.raw_block_share * 16
+
+
+def _work_s_per_element(gpu: GpuSpec, sizes: FormatSizes) -> float:
+    """Integer work of decoding one element in registers, at the GPU's one compute efficiency."""
+    ops = sizes.decode_int_ops_per_element
+    if ops == 0:
+        return 0.0
+    lanes_per_s = (
+        require(gpu, "sm_count") * require(gpu, "int_lanes_per_sm") * require(gpu, "clock_hz")
+    ) * gpu.compute_efficiency
+    return ops / lanes_per_s
+
+
+def _combined_s(read_s: float, work_s: float, sizes: FormatSizes) -> float:
+    """Reading and decoding together: `decode_overlap` of the shorter one hides behind the longer one."""
+    return max(read_s, work_s) + (1 - sizes.decode_overlap) * min(read_s, work_s)
+
+
+def step_cost(
+    model: ModelSpec, gpu: GpuSpec, sizes: FormatSizes, weights: str = "bf16", tp: int = 1
+) -> StepCost:
+    """Coefficients of the step time; raises ConfigError where the GPU profile lacks a figure that they need."""
+    bandwidth = gpu.bandwidth_bytes_per_s * gpu.bandwidth_efficiency
+    flops = require(gpu, "bf16_flops_per_s") * gpu.compute_efficiency
+
+    def token_fs(elements: int) -> int:
+        read_s = elements * _read_bits(sizes) / 8 / bandwidth
+        return _fs(_combined_s(read_s, elements * _work_s_per_element(gpu, sizes), sizes))
+
+    elements = model.kv_elements_per_token(tp)
+    unpack_s = 0.0
+    if sizes.slot_bits < 16:
+        moved_s = elements * (_read_bits(sizes) / 8 + 2) / bandwidth
+        unpack_s = _combined_s(moved_s, elements * _work_s_per_element(gpu, sizes), sizes)
+    return StepCost(
+        model=model,
+        gpu=gpu,
+        sizes=sizes,
+        weights=weights,
+        tp=tp,
+        kv_token_fs=token_fs(elements),
+        # windows stay BF16 in every format: a block is packed once, and a window drops it again
+        window_token_fs=_fs(model.window_kv_elements_per_token(tp) * 2 / bandwidth),
+        pair_fs=_fs(model.attention_flops_per_pair(tp) / flops),
+        window_pair_fs=_fs(model.sliding_attention_flops_per_pair(tp) / flops),
+        history_read_fs=_fs(elements * 2 / bandwidth),
+        unpack_token_fs=_fs(unpack_s),
+        _bandwidth=bandwidth,
+        _flops=flops,
+    )
