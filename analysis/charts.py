@@ -254,13 +254,15 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _spaced(ticks: list[tuple[float, str]], upright: bool) -> list[tuple[float, str]]:
-    """Every k-th tick, for the smallest k at which no two texts touch."""
+    """Every k-th tick, for the smallest k at which no two texts touch; none whose text leaves the drawing."""
+    if not upright:
+        ticks = [tick for tick in ticks if tick[0] + len(tick[1]) * _CHAR / 2 <= WIDTH]
     for every in range(1, len(ticks) + 1):
         kept = ticks[::every]
         room = 16 if upright else max(len(text) for _, text in kept) * _CHAR + 6
         if all(abs(b[0] - a[0]) >= room for a, b in pairwise(kept)):
             return kept
-    return ticks[:1]
+    return ticks
 
 
 def _grid(across: _Scale, up: _Scale) -> Markup:

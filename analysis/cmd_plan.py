@@ -28,6 +28,9 @@ def plan(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     retention: options.Retention = "lru",
     keep_ticks: options.KeepTicks = False,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Searches for the highest load, each with other sessions meeting.")
+    ] = 1,
     seed: options.Seed = 0,
     strict_costs: options.StrictCosts = False,
     report: Annotated[Path | None, typer.Option("--report", help="HTML file to write.")] = None,
@@ -80,6 +83,7 @@ def plan(
         concurrency=concurrency,
         prefix_caching=options.keeps_prefixes(retention),
         seed=seed,
+        seeds=seeds,
     )
     config = {
         "model": deployment.model.name,
@@ -88,6 +92,7 @@ def plan(
         "tp": tp,
         "slo": objective.name,
         "seed": seed,
+        "seeds": seeds,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_context_tokens": deployment.max_context_tokens,

@@ -110,16 +110,37 @@ def makespan_s(calls: Calls) -> float:
 
 
 def makespan_share_s(calls: Calls) -> Floats:
-    """Each call's part of the makespan: the time since the completion before it; 0 where none completed.
+    """Each session's part of the makespan, at its first call; a call without a session is one of its own.
 
-    The parts sum to the makespan. Resampled together with what the calls produced, they give a confidence
-    interval for a rate (kvfold.analysis.bootstrap.rate).
+    Every instant is shared equally by the sessions alive in it (first arrival to last token, waits included);
+    an instant without any goes to the next that arrives. So the parts sum to the makespan, and a session has
+    nearly the same part in two runs that differ little. Resampled together with what the calls produced, they
+    give a confidence interval for a rate (kvfold.analysis.bootstrap.rate). Sessions of which no call completed
+    have no part.
     """
     share = np.zeros(len(calls.outcome))
-    done = np.flatnonzero(calls.outcome == COMPLETED)
-    if len(done):
-        order = done[np.argsort(calls.last_token_s[done], kind="stable")]
-        share[order] = np.diff(calls.last_token_s[order], prepend=np.nanmin(calls.arrival_s))
+    done = calls.outcome == COMPLETED
+    if not done.any():
+        return share
+    ids = calls.session_id.astype(np.int64)
+    _, at, unit = np.unique(
+        np.where(ids >= 0, ids, -1 - np.arange(len(ids))), return_index=True, return_inverse=True
+    )
+    start, end = np.full(len(at), np.inf), np.full(len(at), -np.inf)
+    np.fmin.at(start, unit, calls.arrival_s)
+    np.fmax.at(end, unit, np.where(done, calls.last_token_s, -np.inf))
+    live = np.flatnonzero(np.isfinite(end))
+    moments = np.concatenate([start[live], end[live]])
+    order = np.argsort(moments, kind="stable")  # at one instant, starts come before ends
+    alive = np.cumsum(np.where(order < len(live), 1, -1))
+    length = np.diff(moments[order], prepend=np.nanmin(calls.arrival_s))
+    before = np.concatenate([[0], alive[:-1]])
+    passed = np.empty(len(order))
+    passed[order] = np.cumsum(np.divide(length, before, out=np.zeros(len(order)), where=before > 0))
+    part = passed[len(live) :] - passed[: len(live)]
+    opens = order[before == 0]  # starts after an instant without any
+    part[opens] += length[before == 0]
+    share[at[live]] = part
     return share
 
 
@@ -210,7 +231,7 @@ def metrics(run: Run, slo: Slo) -> dict[str, Any]:
             "total_tok_s": _rate(output + int(calls.input_tokens[done].sum()), span_s),
             "makespan_s": span_s,
             "goodput_rps": _rate(passed, span_s),
-            "slo_attainment": passed / offered if offered else None,
+            "slo_attainment": passed / max(1, int(done.sum())) if offered else None,
             "preemptions": int(calls.preemptions.sum()),
             "kv": run.kv,
             "sessions": sessions(calls, times),

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvfold.analysis import bootstrap
+from kvfold.analysis.capacity import capacity
 from kvfold.analysis.latency import call_latency
 from kvfold.analysis.metrics import cdf, itl, sessions, timeline
 from kvfold.analysis.rows import compare_runs, row
-from kvfold.analysis.search import ATTAINMENT, Found, Outcome
+from kvfold.analysis.search import Outcome
 from kvfold.analysis.slo import describe
 from kvfold.analysis.steptable import break_even, compare, heatmap
 from kvfold.analysis.study import Answers, Question, replays, span_s
@@ -79,10 +80,7 @@ def make_plan(
             for name, outcome in answers.equal.items()
         },
         "rejected": _rejected(question, answers),
-        "ci_method": (
-            f"{bootstrap.METHOD}; for the highest load the bracket of the search instead "
-            f"(at least {100 * ATTAINMENT:g} % of the requests that fit the context must meet the SLO)"
-        ),
+        "ci_method": f"{bootstrap.METHOD}; {_capacity_method(question, answers)}",
         "notes": list(answers.equal[base].run.notes),
         "limits": _limits(question),
     }
@@ -118,33 +116,27 @@ def _budget_rows(question: Question, answers: Answers) -> list[dict[str, Any]]:
     lines = []
     for sizes in question.formats[1:]:
         before, after = answers.highest[base.name], answers.highest[sizes.name]
-        loads = [found.best.load * question.unit_load if found.best else None for found in (before, after)]
+        found = capacity(before, after)
+        loads = [load * question.unit_load if load else None for load in (found.baseline, found.value)]
         lines.append(
             row(
-                "highest load within the SLO",
+                "load served (trace exhausted)" if found.exhausted else "highest load within the SLO",
                 sizes.name,
                 question.load_unit,
                 *loads,
-                n=len(before.tried) + len(after.tried),
-                ci95=_bracket(before, after),
+                n=found.searches,
+                ci95=found.ci95,
             )
+            | {"change": found.change}
         )
         fit = [max_sequences(deployment.budget(each), context) for each in (base, sizes)]
         lines.append(
             row(f"sequences of {context:,} tokens that fit", sizes.name, "", *fit, n=1, origin="modelled")
         )
-        if before.best and after.best:
-            lines.extend(
-                compare_runs(sizes.name, before.best.run, after.best.run, question.slo, question.seed)
-            )
+        first, second = before[0].best, after[0].best
+        if first and second:
+            lines.extend(compare_runs(sizes.name, first.run, second.run, question.slo, question.seed))
     return lines
-
-
-def _bracket(before: Found, after: Found) -> tuple[float, float] | None:
-    """The change as far as the search resolves it: each highest load lies between what was served and failed."""
-    if not (before.best and after.best and before.failed_load and after.failed_load):
-        return None
-    return after.best.load / before.failed_load - 1, after.failed_load / before.best.load - 1
 
 
 def _recorded(question: Question, answers: Answers, others: list[str]) -> dict[str, Any]:
@@ -159,6 +151,16 @@ def _recorded(question: Question, answers: Answers, others: list[str]) -> dict[s
     note = f"at the recorded load the GPU is busy {100 * busy:.0f} % of the time and live KV peaks at "
     note += f"{100 * peak:.0f} % of the budget"
     return {"note": note, "rows": _rows(question, answers.recorded, others)}
+
+
+def _capacity_method(question: Question, answers: Answers) -> str:
+    how = "the bracket of the search"
+    if question.seeds > 1:
+        how = f"a 95 % t interval over {question.seeds} rotations of the sessions against their starts"
+    return (
+        f"for the highest load {how} (at least {100 * answers.gate:.3g} % of the requests that fit the context "
+        "must meet the SLO)"
+    )
 
 
 def _memory(question: Question) -> dict[str, Any]:
@@ -203,7 +205,7 @@ def _step(question: Question, answers: Answers) -> dict[str, Any]:
 
 
 def _curves(answers: Answers) -> dict[str, Any]:
-    best = {name: found.best for name, found in answers.highest.items() if found.best}
+    best = {name: found[0].best for name, found in answers.highest.items() if found[0].best}
     studies = {"recorded_load": answers.recorded, "fixed_concurrency": answers.equal, "fixed_budget": best}
     result: dict[str, Any] = {}
     for study, outcomes in studies.items():
@@ -218,14 +220,14 @@ def _distributions(of: Run) -> dict[str, Any]:
 
 
 def _highest_run(answers: Answers, name: str) -> Run:
-    best = answers.highest[name].best
+    best = answers.highest[name][0].best
     return best.run if best else answers.equal[name].run
 
 
 def _load_curve(question: Question, answers: Answers) -> list[dict[str, Any]]:
     lines = []
     for name, found in answers.highest.items():
-        for outcome in sorted(found.tried, key=lambda outcome: outcome.load):
+        for outcome in sorted(found[0].tried, key=lambda outcome: outcome.load):
             ttft_s = call_latency(outcome.run.calls).ttft_s
             known = ttft_s[~np.isnan(ttft_s)]
             lines.append(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvfold.analysis.slo import good
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ ATTAINMENT = 0.99
 #: The load search stops after so many replays, or when the bracket is this narrow.
 MAX_REPLAYS = 8
 BRACKET = 1.03
+#: A trace is exhausted when twice the load shortens its replay by no more than this share: it holds too little.
+EXHAUSTED = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,20 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`best` is the highest load that was served (None: none was), `failed_load` the lowest that was not."""
+    """`best` is the highest load that was served (None: none was), `failed_load` the lowest that was not.
+
+    `exhausted`: the trace holds too little work to load the engine to its limit, so `best` is no limit.
+    """
 
     best: Outcome | None
     failed_load: float | None
     tried: tuple[Outcome, ...]
+    exhausted: bool = False
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the highest load lies between one that was served and one that was not."""
+        return self.best is not None and self.failed_load is not None
 
 
 def judge(load: float, run: Run, slo: Slo) -> Outcome:
@@ -60,6 +73,8 @@ def highest_load(replay: Callable[[float], Outcome], start: float, gate: float, 
         outcome = replay(load)
         tried.append(outcome)
         if outcome.attainment >= gate:
+            if failed is None and best is not None and _replay_s(outcome) > (1 - EXHAUSTED) * _replay_s(best):
+                return Found(best, None, tuple(tried), exhausted=True)
             best = outcome
         else:
             failed = outcome
@@ -76,6 +91,12 @@ def highest_load(replay: Callable[[float], Outcome], start: float, gate: float, 
             if load < 1 or load in (other.load for other in tried):
                 break
     return Found(best, failed.load if failed else None, tuple(tried))
+
+
+def _replay_s(outcome: Outcome) -> float:
+    """Simulated time from the first arrival to the last token."""
+    calls = outcome.run.calls
+    return float(np.nanmax(calls.last_token_s) - np.nanmin(calls.arrival_s))
 
 
 def largest_power_of_two(replay: Callable[[float], Outcome], start: int, gate: float, most: int) -> Found:

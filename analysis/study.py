@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a plan answers. `formats` holds the baseline first; `concurrency` None lets the plan find N."""
+    """What a plan answers. `formats` holds the baseline first; `concurrency` None lets the plan find N.
+
+    With `seeds` > 1 the search for the highest load is repeated with the sessions rotated against their starts.
+    """
 
     deployment: Deployment
     trace: Trace
@@ -44,6 +47,7 @@ class Question:
     concurrency: int | None
     prefix_caching: bool
     seed: int
+    seeds: int
 
     @property
     def baseline(self) -> FormatSizes:
@@ -55,14 +59,18 @@ class Question:
 
     @property
     def load_unit(self) -> str:
-        return "requests/s" if self.has_clock else "live sessions"
+        if not self.has_clock:
+            return "live sessions"
+        return "sessions/s" if (self.trace.session_id >= 0).any() else "requests/s"
 
     @property
     def unit_load(self) -> float:
-        """What a load of 1 means in `load_unit`: the recorded rate of all requests, or one session."""
+        """What a load of 1 means in `load_unit`: the recorded rate of first calls, or one session."""
         if not self.has_clock:
             return 1.0
-        arrivals_s = self.trace.arrival_time_s
+        roots = np.ones(len(self.trace), bool)
+        roots[self.trace.edge_child] = False
+        arrivals_s = self.trace.arrival_time_s[roots]
         span_s = float(arrivals_s.max() - arrivals_s.min())
         return len(arrivals_s) / span_s if span_s > 0 else float(len(arrivals_s))
 
@@ -82,7 +90,7 @@ class Answers:
     concurrency: int
     concurrency_origin: str
     equal: dict[str, Outcome]
-    highest: dict[str, Found]
+    highest: dict[str, tuple[Found, ...]]  # one search per seed; the first replays the sessions as recorded
 
 
 def replays(question: Question, progress: Callable[[str], None]) -> Answers:
@@ -97,20 +105,20 @@ def replays(question: Question, progress: Callable[[str], None]) -> Answers:
             done[name, load] = outcome
         return done[name, load]
 
-    def live(name: str, sessions: float) -> Outcome:
-        return replay(name, Load(live_sessions=int(sessions)), sessions)
+    def live(name: str, rotation: int, sessions: float) -> Outcome:
+        return replay(name, Load(live_sessions=int(sessions), rotation=rotation), sessions)
 
-    def scaled(name: str, scale: float) -> Outcome:
-        return replay(name, Load(rate_scale=scale), scale)
+    def scaled(name: str, rotation: int, scale: float) -> Outcome:
+        return replay(name, Load(rate_scale=scale, rotation=rotation), scale)
 
     baseline = question.baseline.name
-    recorded = {name: scaled(name, 1.0) for name in scenarios} if question.has_clock else {}
+    recorded = {name: scaled(name, 0, 1.0) for name in scenarios} if question.has_clock else {}
     most = len(_sessions_of(question.trace))
     gate, alone = ATTAINMENT, float("nan")
-    find = partial(largest_power_of_two, partial(live, baseline), _first_concurrency(question), most=most)
+    find = partial(largest_power_of_two, partial(live, baseline, 0), _first_concurrency(question), most=most)
     found = find(gate=gate)
     if found.best is None:
-        alone = live(baseline, 1).attainment
+        alone = live(baseline, 0, 1).attainment
         gate = ATTAINMENT * alone
         found = find(gate=gate)
     assert found.best is not None
@@ -119,13 +127,19 @@ def replays(question: Question, progress: Callable[[str], None]) -> Answers:
         origin += f"; bounded by the {most:,} sessions of the trace"
     if question.concurrency is not None:
         concurrency, origin = question.concurrency, "given"
-    equal = {name: live(name, concurrency) for name in scenarios}
-    highest: dict[str, Found] = {}
-    for name in scenarios:
-        if question.has_clock:
-            highest[name] = highest_load(partial(scaled, name), 1.0, gate, whole=False)
-        else:
-            highest[name] = highest_load(partial(live, name), concurrency, gate, whole=True)
+    equal = {name: live(name, 0, concurrency) for name in scenarios}
+    load_at, start = (scaled, 1.0) if question.has_clock else (live, float(concurrency))
+    rotations = [
+        0,
+        *np.random.default_rng(question.seed).integers(1, max(2, most), question.seeds - 1).tolist(),
+    ]
+    highest = {
+        name: tuple(
+            highest_load(partial(load_at, name, rotation), start, gate, whole=not question.has_clock)
+            for rotation in rotations
+        )
+        for name in scenarios
+    }
     return Answers(gate, alone, recorded, concurrency, origin, equal, highest)
 
 
@@ -166,6 +180,7 @@ def _first_concurrency(question: Question) -> int:
 
 
 def _load_text(load: Load) -> str:
+    turned = f", sessions rotated by {load.rotation}" if load.rotation else ""
     if load.live_sessions is not None:
-        return f"{load.live_sessions:,} live"
-    return f"{load.rate_scale:.3g} x the recorded rate"
+        return f"{load.live_sessions:,} live{turned}"
+    return f"{load.rate_scale:.3g} x the recorded rate{turned}"

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvfold.analysis.out import plain
 from kvfold.analysis.words import UNDEFINED, clean, digits, effect, interval, pair, percent, quantity
 
 _TITLES = {
@@ -27,7 +28,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
 
     Colour only on a terminal, and not where NO_COLOR is set. The verdict's text is the last line, unbroken.
     """
-    plan = clean(plan)
+    plan = clean(plain(plan))
     console = Console(highlight=False)
     for line in (_trace(plan.get("trace")), _memory(plan.get("memory"), plan.get("fixed_budget"))):
         if line:
@@ -105,16 +106,17 @@ def _step_table(step: Mapping[str, Any]) -> Table:
 
 
 def _break_even(lines: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    """One line per format: the context from which a step is shorter, at each batch."""
-    starts: dict[str, list[str]] = {}
-    for line in lines or []:
-        tokens = "never" if line["context_tokens"] is None else digits(line["context_tokens"])
-        starts.setdefault(line["format"], []).append(f"batch {digits(line['batch'])}: {tokens}")
-    return [
-        f"{name} shortens a step from so many tokens of context on ({lines[0]['origin']}): {', '.join(found)}"
-        for name, found in starts.items()
-        if lines
-    ]
+    """One line per format: the context from which a step is shorter, at each batch where there is one."""
+    result = []
+    for name in dict.fromkeys(line["format"] for line in lines or []):
+        mine = [line for line in lines or [] if line["format"] == name]
+        known = [line for line in mine if line["context_tokens"] is not None]
+        starts = [f"{digits(line['context_tokens'])} at batch {digits(line['batch'])}" for line in known]
+        never = [digits(line["batch"]) for line in mine if line["context_tokens"] is None]
+        parts = [f"from so many tokens of context on: {', '.join(starts)}"] if starts else []
+        parts += [f"at no context with batch {', '.join(never)}"] if never else []
+        result.append(f"{name} shortens a step ({mine[0]['origin']}) {'; '.join(parts)}")
+    return result
 
 
 def _setting(key: str, study: Mapping[str, Any]) -> str:

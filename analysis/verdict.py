@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvfold.analysis.capacity import capacity
 from kvfold.analysis.search import ATTAINMENT
 
 if TYPE_CHECKING:
     from kvfold.analysis.study import Answers, Question
 
-#: The pool binds when live sequences have held this share of it.
-FULL_POOL = 0.95
+#: The pool binds when live sequences have held this share of it, or when it lost so much (in shares of all prompt
+#: tokens) of the prefix hits that an unlimited cache would have.
+FULL_POOL, LOST_HITS = 0.95, 0.02
 #: Nothing binds at the recorded load when the baseline could serve this many times as much.
 ROOM = 1.1
 
@@ -20,28 +22,27 @@ def verdict(question: Question, answers: Answers, plan: dict[str, Any]) -> dict[
     base = question.baseline.name
     judged = answers.recorded or answers.equal
     slo_met = any(outcome.attainment >= ATTAINMENT for outcome in judged.values())
-    name, capacity = _best_format(question, answers)
+    name, change = _best_format(question, answers)
     speedup = next((line["speedup"] for line in plan["step"]["formats"] if line["format"] == name), None)
-    limit = _binding_at(answers, base)
+    limit = _binding_at(answers, base, plan["trace"].get("prefix_hit_token_share"))
     binding = "none" if _has_room(answers, base) else limit
     return {
         "slo_met": slo_met,
         "format": name,
-        "capacity_change": capacity,
+        "capacity_change": change,
         "step_speedup": speedup,
         "binding": binding,
         "binding_at_highest_load": limit,
-        "text": _text(question, answers, plan, name, capacity, speedup, slo_met, binding, limit),
+        "text": _text(question, answers, plan, name, change, speedup, slo_met, binding, limit),
     }
 
 
 def _best_format(question: Question, answers: Answers) -> tuple[str, float | None]:
     """The format with the largest change of the highest load, the baseline itself if there is no other."""
-    base = answers.highest[question.baseline.name].best
-    changes: dict[str, float | None] = {}
-    for sizes in question.formats[1:]:
-        best = answers.highest[sizes.name].best
-        changes[sizes.name] = best.load / base.load - 1 if best and base else None
+    base = answers.highest[question.baseline.name]
+    changes = {
+        sizes.name: capacity(base, answers.highest[sizes.name]).change for sizes in question.formats[1:]
+    }
     if not changes:
         return question.baseline.name, None
     name = max(changes, key=lambda each: float("-inf") if (known := changes[each]) is None else known)
@@ -50,18 +51,23 @@ def _best_format(question: Question, answers: Answers) -> tuple[str, float | Non
 
 def _has_room(answers: Answers, name: str) -> bool:
     """Whether the recorded load is well below the highest one."""
-    best = answers.highest[name].best
+    best = answers.highest[name][0].best
     return bool(answers.recorded) and best is not None and best.load >= ROOM
 
 
-def _binding_at(answers: Answers, name: str) -> str:
-    """What stops the format from serving more: looked up in the first replay above its highest load."""
-    found = answers.highest[name]
+def _binding_at(answers: Answers, name: str, unlimited_hits: float | None) -> str:
+    """What stops the format from serving more: looked up in the first replay above its highest load.
+
+    `unlimited_hits`: share of prompt tokens that a prefix cache without a limit would hit, None if unknown.
+    """
+    found = answers.highest[name][0]
     failed = [outcome for outcome in found.tried if outcome.attainment < answers.gate]
     if not failed:
         return "none"
     run = min(failed, key=lambda outcome: outcome.load).run
     if run.kv["peak_bytes"] >= FULL_POOL * run.kv["capacity_bytes"]:
+        return "memory"
+    if unlimited_hits is not None and unlimited_hits - run.kv["prefix_hit_token_share"] > LOST_HITS:
         return "memory"
     stretches = run.stretches
     prefill_s = float((stretches.steps * stretches.first_step_fs)[stretches.prefill_tokens > 0].sum()) / 1e15
@@ -73,7 +79,7 @@ def _text(
     answers: Answers,
     plan: dict[str, Any],
     name: str,
-    capacity: float | None,
+    change: float | None,
     speedup: float | None,
     slo_met: bool,
     binding: str,
@@ -84,10 +90,10 @@ def _text(
     parts = [f"{deployment.model.name} on {gpus}, SLO {question.slo.name}: "]
     if name == base:
         parts.append(f"{base} alone was asked for; name a second format to compare")
-    elif capacity is None:
-        parts.append(f"no load was found that both {base} and {name} serve within the SLO")
+    elif change is None:
+        parts.append(_no_capacity_text(question, answers, name))
     else:
-        parts.append(_capacity_text(question, answers, name, capacity))
+        parts.append(_capacity_text(question, answers, name, change))
     if speedup is not None:
         parts.append(f"; at equal concurrency a decode step runs {speedup:.2f}x as fast")
         share = plan["step"]["formats"][0]["attention_share"]
@@ -96,7 +102,7 @@ def _text(
         parts.append(f"; what binds there is {limit}")
     if binding == "none" and answers.recorded:
         parts.append("; at the recorded load nothing binds, so no format changes what is served there")
-    parts.append(_harm_text(name, base, capacity, speedup))
+    parts.append(_harm_text(name, base, change, speedup))
     if answers.gate < ATTAINMENT:
         missed = 100 * (1 - answers.alone)
         parts.append(f"; {missed:.1f} % of requests miss the SLO even alone, loads are judged by the others")
@@ -113,23 +119,34 @@ def _text(
     return "".join(parts) + ". All step times modelled."
 
 
-def _capacity_text(question: Question, answers: Answers, name: str, capacity: float) -> str:
-    factor, unit = question.unit_load, question.load_unit
-    before, after = answers.highest[question.baseline.name].best, answers.highest[name].best
-    assert before is not None
-    assert after is not None
-    loads = f"{before.load * factor:.3g} -> {after.load * factor:.3g} {unit}"
-    if abs(capacity) < 0.03:
+def _capacity_text(question: Question, answers: Answers, name: str, change: float) -> str:
+    found = capacity(answers.highest[question.baseline.name], answers.highest[name])
+    assert found.baseline is not None
+    assert found.value is not None
+    before, after = found.baseline * question.unit_load, found.value * question.unit_load
+    loads = f"{before:.3g} -> {after:.3g} {question.load_unit}"
+    if found.ci95 is not None:
+        low, high = (100 * bound for bound in found.ci95)
+        loads += f", 95 % CI {low:+.0f} to {high:+.0f} %" if question.seeds > 1 else ""
+    if abs(change) < 0.03:
         return f"{name} serves the same load on the same KV budget ({loads})"
-    more = "more" if capacity > 0 else "less"
-    return f"{name} serves {100 * abs(capacity):.0f} % {more} load on the same KV budget ({loads})"
+    more = "more" if change > 0 else "less"
+    return f"{name} serves {100 * abs(change):.0f} % {more} load on the same KV budget ({loads})"
 
 
-def _harm_text(name: str, base: str, capacity: float | None, speedup: float | None) -> str:
+def _no_capacity_text(question: Question, answers: Answers, name: str) -> str:
+    base = question.baseline.name
+    easy = [each for each in (base, name) if any(found.exhausted for found in answers.highest[each])]
+    if easy:
+        return f"the trace holds too little work to load {' and '.join(easy)} to the limit"
+    return f"no load was found that both {base} and {name} serve within the SLO"
+
+
+def _harm_text(name: str, base: str, change: float | None, speedup: float | None) -> str:
     if name == base:
         return ""
     slower = speedup is not None and speedup < 0.995
-    if slower and (capacity is None or capacity < 0.03):
+    if slower and (change is None or change < 0.03):
         return f"; {name} does not help here, stay with {base}"
     if slower:
         return "; each user's own tokens come more slowly"

@@ -48,7 +48,7 @@ def digits(value: float) -> str:
         return f"{value:,.0f}"
     if size >= 9.995:
         return f"{value:.1f}"
-    return f"{value:.2f}" if size >= 0.9995 else f"{value:.3g}"
+    return f"{value:.2f}" if size >= 0.9995 else f"{value:#.3g}"
 
 
 def quantity(value: float | None, unit: str) -> str:
@@ -57,7 +57,8 @@ def quantity(value: float | None, unit: str) -> str:
         return UNDEFINED
     divisor, name = scale(unit, value or 1.0)
     number = value if divisor == 1 else value / divisor
-    return _with_unit(_share(number) if unit == "share" else digits(number), name)
+    text = _share(number) if unit == "share" else f"{number:.2f}" if unit == "ratio" else digits(number)
+    return _with_unit(text, name)
 
 
 def exact(value: float, unit: str) -> str:
@@ -107,6 +108,21 @@ def effect(row: Mapping[str, Any]) -> str:
     if _MORE_IS_BETTER.search(str(row["metric"])):
         return "better" if rises else "worse"
     return ""
+
+
+def text(value: Any) -> str:
+    """Any value of a configuration as text: lists joined, numbers with separators, none as UNDEFINED."""
+    if value is None or value == "":
+        return UNDEFINED
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return digits(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {text(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(text(item) for item in value) or "none"
+    return str(value)
 
 
 def clean(value: Any) -> Any:

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 class Load:
     """How a trace is offered. With `live_sessions` N sessions (or single calls) are live at once, in trace order,
     each followed by the next when it ends; without, roots arrive on the trace's clock, `rate_scale` times as fast.
-    `open_loop` replays recorded arrivals for children too.
+    `open_loop` replays recorded arrivals for children too. `rotation` gives session i the start (or the turn) of
+    session i + rotation, so that other sessions meet: another draw of the same load.
     """
 
     live_sessions: int | None = None
     rate_scale: float = 1.0
     open_loop: bool = False
+    rotation: int = 0
 
     def __post_init__(self) -> None:
         if self.live_sessions is not None and self.live_sessions < 1:
@@ -66,6 +68,8 @@ class Sessions:
             round(arrival * FS_PER_S) for arrival in (trace.arrival_time_s / load.rate_scale).tolist()
         ]
         self._session_of, self._session_roots, self._calls_left = self._group(trace)
+        if load.rotation:
+            self._rotate(load.rotation)
         self._next_session = 0
         self._ended: deque[int] = deque()
 
@@ -147,6 +151,17 @@ class Sessions:
             self._children[parent].append((child, wait_fs))
             self._parents_left[child] += 1
 
+    def _rotate(self, by: int) -> None:
+        """Move every session to the start of another; in a closed loop only their order matters."""
+        first = [self._offset_fs[roots[0]] for roots in self._session_roots]
+        for session, roots in enumerate(self._session_roots):
+            moved_fs = first[(session + by) % len(first)] - first[session]
+            for root in roots:
+                self._offset_fs[root] += moved_fs
+        turn = len(first) - by % len(first)
+        self._session_roots = self._session_roots[turn:] + self._session_roots[:turn]
+        self._roots.sort(key=lambda root: (self._offset_fs[root], root))
+
     def _group(self, trace: Trace) -> tuple[list[int], list[list[int]], list[int]]:
         """Sessions in order of their first call; a single-shot call is a session of its own."""
         session_of: list[int] = []
@@ -165,4 +180,8 @@ class Sessions:
             calls[session] += 1
             if self._parents_left[call] == 0:
                 roots[session].append(call)
+        if not all(roots):
+            raise ConfigError(
+                f"{trace.meta.source}: every session needs a call without parents to start with"
+            )
         return session_of, roots, calls

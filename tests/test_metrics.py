@@ -228,12 +228,25 @@ def test_sessions_are_whole_or_not_completed():
     assert found["llm_s"] == found["queue_s"] + found["prefill_s"] + found["decode_s"] == 5.0
 
 
-def test_makespan_shares_sum_to_the_makespan():
+@pytest.mark.parametrize("grouped", [False, True])
+def test_makespan_shares_sum_to_the_makespan(grouped):
     run, _ = toy_engine(np.random.default_rng(1), requests=31)
+    if grouped:
+        run = replace(run, calls=replace(run.calls, session_id=np.arange(31, dtype=np.int32) // 4 - 1))
     share = makespan_share_s(run.calls)
     assert (share >= 0).all()
     assert share.sum() == pytest.approx(metrics(run, PRESETS["chat"])["makespan_s"], rel=1e-12)
-    assert makespan_share_s(mixed_run().calls).tolist() == [2.0, 2.0, 0, 0, 0]
+
+
+def test_instants_are_shared_by_those_alive():
+    # alone 0-1, both 1-3, the second alone 3-4, nobody 4-6, the third alone 6-7
+    calls = make_calls([0.0, 1.0, 6.0], [0.0, 1.0, 6.0], [1, 2, 7], [3.0, 4.0, 7.0], [2, 2, 1])
+    assert makespan_share_s(calls).tolist() == [2.0, 2.0, 3.0]
+    # the first and the last as one session with a wait: alive 0-7
+    calls = replace(calls, session_id=np.array([5, -1, 5], np.int32))
+    assert makespan_share_s(calls).tolist() == [5.5, 1.5, 0.0]
+    # a session alive from 1 to 5 (its second call timed out later), the rejected call has no part
+    assert makespan_share_s(mixed_run().calls).tolist() == [4.0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("offered", [0, 3])

@@ -39,7 +39,9 @@ def read(*rows: dict | str) -> Trace:
     return canonical.read(io.BytesIO(lines.encode()), "c.jsonl")
 
 
-def row(arrival_time_s: float | None = 0.0, input_tokens: int = 100, output_tokens: int = 5, **more) -> dict:
+def row(
+    arrival_time_s: float | None = 0.0, input_tokens: int = 100, output_tokens: float = 5, **more
+) -> dict:
     return {
         "arrival_time_s": arrival_time_s,
         "input_tokens": input_tokens,
@@ -47,7 +49,7 @@ def row(arrival_time_s: float | None = 0.0, input_tokens: int = 100, output_toke
     } | more
 
 
-_text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r\n\0"), max_size=6)
+_text = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=6)
 _seconds = st.one_of(st.just(nan), st.floats(0, 1e6, allow_subnormal=False))
 
 
@@ -55,7 +57,9 @@ _seconds = st.one_of(st.just(nan), st.floats(0, 1e6, allow_subnormal=False))
 def traces(draw) -> Trace:
     """A trace with every column in use: waits and joins, unknown values, shared prefixes, awkward texts."""
     rows = draw(st.integers(1, 8))
-    edges, chains, parents, built = Edges(), Chains(), [], []
+    edges, chains = Edges(), Chains()
+    parents: list[int] = []
+    built: list[list[int]] = []
     for at in range(rows):
         earlier = draw(st.lists(st.integers(0, at - 1), max_size=3, unique=True)) if at else []
         parents.append(earlier[0] if earlier else -1)

@@ -63,6 +63,8 @@ def test_zero_prompts_are_dropped_by_name():
         ),
         (row(hash_ids=[1, 0]), "a block id must always follow the same blocks, got 1"),
         (row(input_length=-1), r"input_length: expected int >= 0, got -1"),
+        (row(timestamp=-5), "timestamp: expected int >= 0, got -5"),
+        (row(timestamp=10**30), "timestamp: "),
         (row(timestamp=0.5), "timestamp: expected int, got float"),
         (row(output_length=None), "output_length: expected int, got null"),
         (row(hash_ids=[0, 2**64]), "hash_ids.1.: "),

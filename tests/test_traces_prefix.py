@@ -87,6 +87,11 @@ def test_an_id_after_other_blocks_is_refused(chains, random):
     assert caught.value.place == f"made:{len(chains)}"
 
 
+def test_a_known_id_among_new_ones_is_refused():
+    with pytest.raises(BadTraceError, match="got 2 after others than in made:0"):
+        trace_of([[1, 2], [1, 5, 6, 2]])
+
+
 def test_an_id_twice_in_one_chain_is_refused():
     with pytest.raises(BadTraceError, match="got 7 twice"):
         trace_of([[7, 8, 7]])

@@ -201,7 +201,7 @@ def test_a_bad_request_names_file_and_field(bad, rule):
 @pytest.mark.parametrize(
     ("more", "rule"),
     [
-        ({"block_size": 0}, "block_size must be"),
+        ({"block_size": 0}, "block_size: expected int >= 1, got 0"),
         ({"hash_id_scope": "global"}, "hash_id_scope"),
         ({"requests": []}, "must have calls"),
     ],

@@ -119,7 +119,8 @@ def _read_parquet(stream: BinaryIO, source: str) -> Trace:
 
     try:
         table = pq.read_table(stream)
-    except (pa.ArrowException, OSError) as error:
+        values = table.to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
         rule = f"a Parquet file must be whole: {str(error).splitlines()[0]}"
         raise BadTraceError(rule, source, "restore the file") from None
     mark = (table.schema.metadata or {}).get(_MARK)
@@ -129,7 +130,7 @@ def _read_parquet(stream: BinaryIO, source: str) -> Trace:
         convert_row(
             {name: value for name, value in row.items() if value is not None}, Row, f"{source}:{number}"
         )
-        for number, row in zip(numbers, table.to_pylist(), strict=True)
+        for number, row in zip(numbers, values, strict=True)
     ]
     return gather(rows, numbers, header, source)
 

@@ -12,6 +12,8 @@ from kvfold.traces.errors import BadTraceError
 
 #: A count of tokens as recorded; 1e9 is far above any context window: more is a wrong unit or a wrong column.
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+#: As Tokens, where none makes no sense.
+SomeTokens = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 #: A duration or an offset; the bounds also refuse NaN and infinity. 1e11 s is 3,000 years.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 #: An opaque block identity, kept in all of its 63 bits.
@@ -33,6 +35,8 @@ def decode_json(decoder: msgspec.json.Decoder[T], data: bytes, source: str, line
         except msgspec.DecodeError:  # a number that fits no type
             value = None
         raise BadTraceError(_rule(error, value), f"{source}:{line}", _MEND) from None
+    except RecursionError:
+        raise BadTraceError("JSON must not be nested without end", f"{source}:{line}", _MEND) from None
     except msgspec.DecodeError as error:
         at = re.search(r"\(byte (\d+)\)", str(error))
         before = data[: int(at[1])] if at else data.rstrip()

@@ -33,9 +33,7 @@ def gather(rows: Sequence[Row], lines: Sequence[int], header: Header, source: st
         raise BadTraceError(rule, source, "restore the rest of it, or correct `rows` in the header")
     order = _Order(rows, [f"{source}:{line}" for line in lines], sort=header.clock == "common")
     if not order.kept:
-        raise BadTraceError(
-            "a trace must have rows, got none with a prompt", source, "check that the file is whole"
-        )
+        raise BadTraceError("a trace must have rows, got none with a prompt", source, "restore the file")
     kept = [rows[at] for at in order.kept]
     columns: dict[str, Any] = {name: [getattr(row, name) for row in kept] for name in _PLAIN}
     for name in SECONDS:
@@ -44,10 +42,10 @@ def gather(rows: Sequence[Row], lines: Sequence[int], header: Header, source: st
     for name, words in WORDS.items():
         code = dict(zip(words, count(), strict=False))
         columns[name] = [code[getattr(row, name)] for row in kept]
-    # in a file that kvfold wrote, rows have the place in the first source; in others this file is the source
     columns["source_row"] = [row.source_row for row in kept]
-    if header.rows is None:
-        columns["source_row"] = [lines[at] for at in order.kept]
+    if header.rows is None:  # not written by kvfold: where a row names no source, this file is it
+        own = zip(columns["source_row"], order.kept, strict=True)
+        columns["source_row"] = [lines[at] if given < 0 else given for given, at in own]
     edges = order.edges()
     columns["parent_request_id"] = np.full(len(kept), -1)
     for child, parent in zip(reversed(edges.child), reversed(edges.parent), strict=True):
@@ -84,9 +82,10 @@ class _Order:
         ids = [at if row.request_id < 0 else row.request_id for at, row in enumerate(rows)]
         self._at = dict(zip(ids, count(), strict=False))
         if len(self._at) != len(ids):
-            twice = next(at for at, request_id in enumerate(ids) if self._at[request_id] != at)
-            rule = f"request_id must be unique, got {ids[twice]} here and in {places[self._at[ids[twice]]]}"
-            raise BadTraceError(rule, places[twice], "number the rows anew or leave request_id out")
+            first = next(at for at, request_id in enumerate(ids) if self._at[request_id] != at)
+            place = places[self._at[ids[first]]]
+            rule = f"request_id must be unique, got {ids[first]} here and in {places[first]}"
+            raise BadTraceError(rule, place, "number the rows anew or leave request_id out")
         self._links = [links_of(row, place) for row, place in zip(rows, places, strict=True)]
         self.kept = [at for at, row in enumerate(rows) if row.input_tokens]
         moments = self._moments(rows)

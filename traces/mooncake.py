@@ -7,6 +7,7 @@ has an id. There are no session ids; turns are not inferred here, so every call 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ BLOCK_TOKENS = 512
 class _Row(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Unknown fields are refused: near-twins of this format have other blocks (16) or hold deltas."""
 
-    timestamp: int
+    timestamp: Annotated[int, msgspec.Meta(ge=0, le=10**14)]  # ms, from any origin
     input_length: Tokens
     output_length: Tokens
     hash_ids: list[BlockId]

@@ -47,7 +47,7 @@ def _keys(line: bytes, stream: BinaryIO, source: str) -> set[str]:
     decoder: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
     try:
         return set(decoder.decode(line))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return set(decode_json(decoder, line + stream.read(), source, 1).keys())
 
 

@@ -38,7 +38,7 @@ import msgspec
 import numpy as np
 
 from kvfold.traces.columns import KIND, SOURCE, STATUS, Edges, assemble
-from kvfold.traces.decode import UTF8_BOM, BlockId, Seconds, Tokens, decode_json
+from kvfold.traces.decode import UTF8_BOM, BlockId, Seconds, SomeTokens, Tokens, decode_json
 from kvfold.traces.errors import BadTraceError
 from kvfold.traces.prefix import Chains, partial_last
 from kvfold.traces.table import Meta, Trace
@@ -73,7 +73,7 @@ class _Subagent(msgspec.Struct, tag_field="type", tag="subagent", gc=False):
 
 class _Session(msgspec.Struct, gc=False):
     id: str
-    block_size: int
+    block_size: SomeTokens
     hash_id_scope: Literal["local"]
     requests: list[_Call | _Streamed | _Subagent]
 
@@ -247,10 +247,9 @@ def read(files: Iterable[tuple[str, bytes]], source: str) -> Trace:
     block_tokens = 0
     for name, data in files:
         session = decode_json(decoder, data.removeprefix(UTF8_BOM), name, 1)
-        if session.block_size < 1 or (block_tokens and session.block_size != block_tokens):
+        if block_tokens not in (0, session.block_size):
             raise BadTraceError(
-                f"block_size must be the same positive number in all files, got {session.block_size}"
-                + (f" after {block_tokens}" if block_tokens else ""),
+                f"block_size must be the same in all files, got {session.block_size} after {block_tokens}",
                 f"{name}:1",
                 "load files of one block size at a time",
             )

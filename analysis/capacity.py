@@ -1,0 +1,66 @@
+"""How much more load a format serves on the same bytes, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvfold.analysis.search import Found
+
+#: Two-sided 95 % quantiles of Student's t for 1 to 9 degrees of freedom, then the normal one.
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 1.96)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Highest loads of baseline and format (means over seeds, None: none served) and the change between them.
+
+    `change` is None unless every search of both found a limit; `ci95` is the bracket of the search (one seed) or
+    a t interval of the logarithm of the ratio over seeds. `exhausted`: some trace held too little work.
+    """
+
+    baseline: float | None
+    value: float | None
+    change: float | None
+    ci95: tuple[float, float] | None
+    exhausted: bool
+    searches: int
+
+
+def capacity(before: Sequence[Found], after: Sequence[Found]) -> Capacity:
+    """Paired by seed: both formats saw the same rotation of the sessions."""
+    loads = [[found.best.load for found in each if found.best is not None] for each in (before, after)]
+    known = [float(np.mean(each)) if len(each) == len(before) else None for each in loads]
+    limits = all(found.is_limit for found in (*before, *after))
+    change = ci95 = None
+    if limits and known[0] and known[1]:
+        change = known[1] / known[0] - 1
+        ci95 = _bracket(before[0], after[0]) if len(before) == 1 else _over_seeds(*loads)
+    return Capacity(
+        baseline=known[0],
+        value=known[1],
+        change=change,
+        ci95=ci95,
+        exhausted=any(found.exhausted for found in (*before, *after)),
+        searches=len(before) + len(after),
+    )
+
+
+def _bracket(before: Found, after: Found) -> tuple[float, float] | None:
+    """The change as far as one search resolves it: each limit lies between what was served and what was not."""
+    if not (before.best and after.best and before.failed_load and after.failed_load):
+        return None
+    return after.best.load / before.failed_load - 1, after.failed_load / before.best.load - 1
+
+
+def _over_seeds(before: list[float], after: list[float]) -> tuple[float, float]:
+    ratios = np.log(np.array(after) / np.array(before))
+    t95 = _T95[min(len(ratios) - 2, len(_T95) - 1)]
+    half = t95 * ratios.std(ddof=1) / np.sqrt(len(ratios))
+    low, high = np.exp(ratios.mean() + np.array([-half, half])) - 1
+    return float(low), float(high)
