@@ -231,7 +231,7 @@ def metrics(run: Run, slo: Slo) -> dict[str, Any]:
             "total_tok_s": _rate(output + int(calls.input_tokens[done].sum()), span_s),
             "makespan_s": span_s,
             "goodput_rps": _rate(passed, span_s),
-            "slo_attainment": passed / max(1, int(done.sum())) if offered else None,
+            "slo_attainment": passed / offered if offered else None,
             "preemptions": int(calls.preemptions.sum()),
             "kv": run.kv,
             "sessions": sessions(calls, times),

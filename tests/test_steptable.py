@@ -1,6 +1,7 @@
 """The step table: Amdahl, break-even and the published operating point beside ours."""
 
 import pytest
+
 from kvfold.analysis.deployment import deploy, format_sizes
 from kvfold.analysis.steptable import break_even, compare, fixed_budget, heatmap, step_s
 from kvfold.sim.errors import ConfigError

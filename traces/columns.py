@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvfold.traces.table import STATUSES, WAIT_KINDS, WAIT_SOURCES, Floats, Meta, Trace
+from kvfold.traces.transform import has_coarse_clock
 
 KIND = {name: code for code, name in enumerate(WAIT_KINDS)}
 SOURCE = {name: code for code, name in enumerate(WAIT_SOURCES)}
@@ -103,8 +104,8 @@ def _remarks(trace: Trace) -> list[str]:
     known = trace.arrival_time_s[~np.isnan(trace.arrival_time_s)]
     if trace.meta.clock == "common" and len(known) >= 100:
         gaps = np.diff(known)
-        zero = int((gaps == 0).sum())
-        if zero > len(gaps) / 2:
+        if has_coarse_clock(trace):
+            zero = int((gaps == 0).sum())
             remarks.append(
                 f"{zero:,} of {len(gaps):,} gaps between arrivals are 0: the source's clock is coarse, so the"
                 " variation of the gaps says nothing about bursts"
