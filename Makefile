@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0 triton==3.7.1
 
 report: .venv/base
-	$(BIN)/kvfold plan --model qwen3-8b --gpu h200 --trace traces/data/sample.jsonl --slo agent --formats bf16,gaac --report plan.html
+	$(BIN)/kvfold plan --model qwen3-8b --weights w4a16 --gpu rtx-4090 --trace traces/data/sample.jsonl --slo agent --formats bf16,gaac --seeds 5 --report plan.html
 
 test: .venv/test
 	$(BIN)/python -m pytest $(ARGS)

@@ -36,7 +36,7 @@ def plan(
     report: Annotated[Path | None, typer.Option("--report", help="HTML file to write.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """What another KV format buys on this model, GPU and traffic: at equal users, and at equal memory.
+    """Capacity plan: a KV format at equal users and at equal memory.
 
     Exits 3 when no listed format meets the SLO at the recorded load.
     """

@@ -42,7 +42,9 @@ def replay(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for records as CSV.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Replay a trace through one engine: latency quantiles, throughput, goodput, KV pool, sessions, energy.
+    """Replay a trace through one engine and print its metrics.
+
+    Latency quantiles, throughput, goodput, KV pool, sessions, energy.
 
     Where most arrivals share their instant, the clock was coarse: they are spread over its ticks, by --seed.
     """

@@ -25,7 +25,9 @@ def step(
     strict_costs: options.StrictCosts = False,
     as_json: options.Json = False,
 ) -> None:
-    """Time table of one decode step: each term, its speed of light, its origin; Amdahl; break-even.
+    """Time table of one decode step.
+
+    Each term with its speed of light and origin; Amdahl; break-even.
 
     With --kv-budget (or --num-gpu-blocks) also the step with as many sequences as the same bytes hold.
     """
@@ -116,19 +118,10 @@ def _print(found: dict[str, Any]) -> None:
 
 def _print_break_even(found: dict[str, Any]) -> None:
     from kvfold.analysis.out import say
+    from kvfold.analysis.steptable import break_even_text
 
-    if found["format"] == found["baseline"]:
-        return
-    pays = [
-        f"batch {line['batch']}: {line['context_tokens']:,} tokens"
-        for line in found["break_even"]
-        if line["context_tokens"] is not None
-    ]
-    if not pays:
-        say(f"break-even: at no batch and context does a step with {found['format']} pay on this GPU")
-    else:
-        say(f"break-even, smallest context from which {found['format']} pays:")
-        say("  " + ";\n  ".join(pays))
+    if found["format"] != found["baseline"]:
+        say(f"break-even: a step with {found['format']} is shorter {break_even_text(found['break_even'])}")
 
 
 def _print_fixed_budget(found: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfold.analysis.origins import walk
+from kvfold.analysis.steptable import break_even_text
 from kvfold.analysis.words import digits, effect, interval, pair, percent, quantity, text
 
 STUDIES = {
@@ -94,16 +95,8 @@ def unhelpful(plan: Mapping[str, Any]) -> list[str]:
                 lines.append(f"{STUDIES[study]}, {said}: {'; '.join(found)}.")
     wanted = (plan.get("verdict") or {}).get("format")
     starts = [line for line in plan.get("break_even") or [] if line["format"] == wanted]
-    never = [digits(line["batch"]) for line in starts if line["context_tokens"] is None]
-    late = [
-        f"{digits(line['context_tokens'])} at batch {digits(line['batch'])}"
-        for line in starts
-        if line["context_tokens"]
-    ]
-    if never:
-        lines.append(f"A decode step gains at no context shown with batch {', '.join(never)}.")
-    if late:
-        lines.append(f"A decode step gains only from so many tokens of context on: {', '.join(late)}.")
+    if starts:
+        lines.append(f"A decode step is shorter {break_even_text(starts)}.")
     return lines
 
 

@@ -8,6 +8,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from kvfold.analysis.deployment import Deployment
     from kvfold.codec.sizes import FormatSizes
     from kvfold.sim.step import StepCost
@@ -95,6 +97,22 @@ def break_even(cost: StepCost, baseline: StepCost, max_context_tokens: int) -> l
             }
         )
     return rows
+
+
+def break_even_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The break-even of one format in words, batches with the same context together."""
+    batches_of: dict[int | None, list[int]] = {}
+    for line in lines:
+        batches_of.setdefault(line["context_tokens"], []).append(line["batch"])
+    parts = []
+    for context, batches in batches_of.items():
+        where = f"batch {', '.join(f'{batch:,}' for batch in batches)}"
+        if len(batches_of) == 1:
+            where = f"{'no' if context is None else 'every'} batch from {batches[0]:,} to {batches[-1]:,}"
+        elif context is None:
+            where += " never"
+        parts.append(f"at {where}" if context is None else f"from {context:,} tokens of context on at {where}")
+    return "; ".join(parts)
 
 
 def heatmap(cost: StepCost, baseline: StepCost, max_context_tokens: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.analysis.out import plain
+from kvfold.analysis.steptable import break_even_text
 from kvfold.analysis.words import UNDEFINED, clean, digits, effect, interval, pair, percent, quantity
 
 _TITLES = {
@@ -110,12 +111,7 @@ def _break_even(lines: Sequence[Mapping[str, Any]] | None) -> list[str]:
     result = []
     for name in dict.fromkeys(line["format"] for line in lines or []):
         mine = [line for line in lines or [] if line["format"] == name]
-        known = [line for line in mine if line["context_tokens"] is not None]
-        starts = [f"{digits(line['context_tokens'])} at batch {digits(line['batch'])}" for line in known]
-        never = [digits(line["batch"]) for line in mine if line["context_tokens"] is None]
-        parts = [f"from so many tokens of context on: {', '.join(starts)}"] if starts else []
-        parts += [f"at no context with batch {', '.join(never)}"] if never else []
-        result.append(f"{name} shortens a step ({mine[0]['origin']}) {'; '.join(parts)}")
+        result.append(f"A step with {name} is shorter {break_even_text(mine)} ({mine[0]['origin']})")
     return result
 
 

@@ -158,9 +158,6 @@ class _Engine:
             sequence, chunk = step.chunks[0]
             if chunk.last or chunk.history_tokens < self._window:
                 return 1
-            full_chunk = self._state.limits.max_num_batched_tokens - decoding.count
-            if chunk.tokens < full_chunk:
-                return 1
             most = min(most, (sequence.prompt_tokens - sequence.computed - 1) // chunk.tokens)
         return most
 

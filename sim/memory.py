@@ -114,7 +114,7 @@ def kv_budget(
         pool_bytes = num_gpu_blocks * PAGE_TOKENS * model.kv_bytes_per_token(tp=tp)
         pool = WaterfallRow("KV pool", pool_bytes, "given", f"--num-gpu-blocks {num_gpu_blocks}")
     else:
-        pool = WaterfallRow("KV pool", left_bytes, "modelled", "what the rows above leave")
+        pool = WaterfallRow("KV pool", left_bytes, "modelled", "left by the memory waterfall")
     if pool.bytes <= 0 or weights_bytes + pool.bytes > gpu.memory_bytes:
         asked = f"no room for a KV pool of {_gib(pool.bytes)}" if pool.bytes > 0 else "no room for KV"
         raise DoesNotFitError(

@@ -130,7 +130,8 @@ class StepCost:
         read_s = elements * _read_bits(sizes) / 8 / self._bandwidth
         work_s = elements * _work_s_per_element(self.gpu, sizes)
         total_fs = self.kv_token_fs * kv_tokens
-        read_fs = min(_fs(read_s), total_fs)
+        # per-token rounding is the read's: a format without decode work shows none
+        read_fs = min(_fs(read_s), total_fs) if work_s else total_fs
         window_fs = self.window_token_fs * window_tokens
         light = self.gpu.bandwidth_efficiency
         rows.insert(0, ("attention: KV read", read_fs, read_s * light))

@@ -94,7 +94,17 @@ def test_bad_arguments(tmp_path, arguments, code, text):
 
 def test_replay_json_has_the_promised_keys(tmp_path):
     path = write(tmp_path, (AZURE + ROW * 3).encode())
-    arguments = ("replay", str(path), "--model", "qwen3-8b", "--gpu", "h200", "--json", "--out", f"{tmp_path}/out")
+    arguments = (
+        "replay",
+        str(path),
+        "--model",
+        "qwen3-8b",
+        "--gpu",
+        "h200",
+        "--json",
+        "--out",
+        f"{tmp_path}/out",
+    )
     one, other = kvfold(*arguments), kvfold(*arguments)
     assert one.returncode == 0, one.stderr
     assert one.stdout == other.stdout
@@ -131,7 +141,9 @@ def test_stepwise_prints_the_same_json(tmp_path):
 
 
 def test_step_json_has_the_promised_keys():
-    result = kvfold("step", "--model", "qwen3-8b", "--gpu", "h200", "--batch", "8", "--context", "16K", "--json")
+    result = kvfold(
+        "step", "--model", "qwen3-8b", "--gpu", "h200", "--batch", "8", "--context", "16K", "--json"
+    )
     found = json.loads(result.stdout)
     assert set(found) >= {
         "step_s",

@@ -24,6 +24,7 @@ from kvfold.traces.table import Meta
 SIZES = load_sizes()
 #: Models with full, sliding-window and hybrid layers, and the share of Llama's KV budget that makes each scarce.
 MODELS = {"llama-3.1-8b": 1.0, "gpt-oss-20b": 0.25, "qwen3.5-35b-a3b": 0.7}
+WIDE_WINDOW = "gemma-4-26b-a4b"  # 1,024 tokens, wider than a chunk of a small token budget
 
 
 def scenario(trace, name="bf16", model="llama-3.1-8b", kv_budget_bytes=20 * 2**30, **changes):
@@ -126,6 +127,12 @@ def test_coalesced_steps_give_the_records_of_single_steps(random_trace, monkeypa
     assert (np.diff(order, axis=0) >= 0).all()
 
 
+def test_windows_wider_than_a_chunk_are_coalesced_exactly(random_trace):
+    trace = random_trace(60, 2, sessions=True, rate_per_s=8.0, longest=5000)
+    setup = scenario(trace, model=WIDE_WINDOW, limits=Limits(64, 256))
+    assert_same(run(setup), run(replace(setup, stepwise=True)))
+
+
 def test_the_random_cases_hold_what_they_are_for(random_trace):
     """Preemption, refusal and prefix hits all happen among them, or the test above proves little."""
     preemptions = hits = 0
@@ -168,6 +175,14 @@ def test_two_requests_share_the_steps_by_hand():
     assert calls.scheduled_s.tolist() == [0.0, t1 / FS_PER_S]
     assert calls.first_token_s.tolist() == [t1 / FS_PER_S, t2 / FS_PER_S]
     assert calls.last_token_s.tolist() == [t3 / FS_PER_S, t3 / FS_PER_S]
+
+
+def test_a_call_that_arrives_as_a_step_ends_is_in_the_next_one():
+    """Also when its arrival was put on the clock after the end of the step was."""
+    cost = scenario(calls_of((0.0, 1000, 3))).cost
+    step_end = cost.base_fs(0, 1000, 1) + cost.chunk_fs(Chunk(1000, 0, True))
+    calls = run(scenario(calls_of((0.0, 1000, 3), (0.001, 100, 2), (step_end / FS_PER_S, 100, 2)))).calls
+    assert calls.scheduled_s.tolist() == [0.0, step_end / FS_PER_S, step_end / FS_PER_S]
 
 
 def test_a_child_arrives_when_its_last_parent_has_ended_and_the_wait_is_over():
@@ -221,6 +236,8 @@ def test_a_tiny_pool_preempts_and_still_ends():
     assert (result.calls.outcome == OUTCOMES.index("completed")).all()
     assert len(result.gap_s) > 0
     assert result.calls.prefilled_tokens.sum() > 12 * 900
+    # the youngest goes first, the oldest never
+    assert result.calls.preemptions[0] == 0
 
 
 def test_unknown_waits_and_silent_calls_are_said():

@@ -168,7 +168,7 @@ def test_explicit_beats_default():
     modelled = kv_budget(QWEN, H100, BF16)
     blocks = kv_budget(QWEN, H100, BF16, num_gpu_blocks=1000)
     both = kv_budget(QWEN, H100, BF16, num_gpu_blocks=1000, kv_budget_bytes=3 * GIB)
-    assert modelled.kv_budget_origin == "modelled: what the rows above leave"
+    assert modelled.kv_budget_origin == "modelled: left by the memory waterfall"
     assert blocks.kv_budget_origin == "given: --num-gpu-blocks 1000"
     assert both.kv_budget_origin == "given: --kv-budget"
     assert both.kv_budget_bytes == 3 * GIB

@@ -226,6 +226,11 @@ def test_sessions_are_whole_or_not_completed():
     assert found["task_completion_s"]["mean"] == 4.0
     assert (found["tool_wait_s"], found["human_wait_s"], found["other_wait_s"]) == (0.25, 2.0, 0.0)
     assert found["llm_s"] == found["queue_s"] + found["prefill_s"] + found["decode_s"] == 5.0
+    # with the failed call in it, session 7 is no longer whole
+    run = mixed_run()
+    run = replace(run, calls=replace(run.calls, session_id=np.array([7, 7, -1, 9, 7], np.int32)))
+    found = metrics(run, PRESETS["chat"])["sessions"]
+    assert (found["count"], found["completed"], found["task_completion_s"]["n"]) == (2, 0, 0)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -88,9 +88,28 @@ def test_the_least_recently_used_run_goes_first_and_from_its_end(random_trace):
     tree.evict(2)
     assert tree.lookup(old)[1] >= whole[old] - 2
     assert tree.lookup(young)[1] == whole[young]
-    left = tree.resident_units
-    tree.evict(left - 3 - whole[young])
-    assert tree.lookup(young)[1] == whole[young]
+    node, end = tree.lookup(old)
+    tree.pin(node, end)
+    tree.unpin(node, end, 2)
+    tree.evict(2)
+    assert tree.lookup(old)[1] == end
+    assert tree.lookup(young)[1] == whole[young] - 2
+    tree.evict(tree.resident_units)
+    assert tree.lookup(young)[1] == 0
+
+
+def test_a_conversation_that_only_grows_is_one_run(random_trace):
+    trace = random_trace(400, 12, sessions=True)
+    tree = PrefixTree(trace, UNIT)
+    for call in range(len(trace)):
+        tree.insert(call)
+    forks = sum(
+        trace.shared_parent[call] >= 0
+        and trace.shared_blocks[call]
+        < trace.shared_blocks[trace.shared_parent[call]] + trace.new_blocks[trace.shared_parent[call]]
+        for call in range(len(trace))
+    )
+    assert len(tree._nodes) < forks + len(np.unique(trace.session_id)) + 2 < len(trace)
 
 
 def test_units_are_shared_only_where_they_are_whole(random_trace):

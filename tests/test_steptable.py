@@ -3,7 +3,14 @@
 import pytest
 
 from kvfold.analysis.deployment import deploy, format_sizes
-from kvfold.analysis.steptable import break_even, compare, fixed_budget, heatmap, step_s
+from kvfold.analysis.steptable import (
+    break_even,
+    break_even_text,
+    compare,
+    fixed_budget,
+    heatmap,
+    step_s,
+)
 from kvfold.sim.errors import ConfigError
 
 
@@ -71,3 +78,19 @@ def test_strict_costs_refuses_modelled_ones():
 def test_unknown_formats_get_a_suggestion():
     with pytest.raises(ConfigError, match="unknown KV format 'gacc'; did you mean gaac"):
         format_sizes("gacc")
+
+
+def test_break_even_in_words():
+    def lines(*contexts):
+        return [
+            {"batch": batch, "context_tokens": context}
+            for batch, context in zip((1, 4, 8), contexts, strict=True)
+        ]
+
+    assert (
+        break_even_text(lines(1024, 1024, 1024))
+        == "from 1,024 tokens of context on at every batch from 1 to 8"
+    )
+    assert break_even_text(lines(None, None, None)) == "at no batch from 1 to 8"
+    mixed = "at batch 1 never; from 2,048 tokens of context on at batch 4, 8"
+    assert break_even_text(lines(None, 2048, 2048)) == mixed

@@ -43,6 +43,13 @@ def test_numbers_stay_whole_with_the_longest_origin_names(printed):
     assert any(line.endswith("[-27.0, -25.0]   1,200 extrapol.") for line in lines)
 
 
+def test_a_narrow_terminal_folds_names_and_not_numbers(printed):
+    lines = printed(make_plan(), COLUMNS="70")
+    assert max(len(line) for line in lines[:-1]) <= 70
+    assert sum("[-27.0, -25.0]" in line for line in lines) == 6
+    assert sum("1,802" in line for line in lines) == 5
+
+
 def test_colour_only_on_a_terminal_and_not_with_no_color(printed):
     assert "\x1b" not in "".join(printed(make_plan()))
     assert "\x1b[32m" in "".join(printed(make_plan(), FORCE_COLOR="1"))
