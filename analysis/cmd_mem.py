@@ -41,7 +41,9 @@ def mem(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Memory waterfall of one GPU, KV bytes per token and per sequence, and sequences that fit together.
+    """Memory waterfall, KV bytes, and sequences that fit together.
+
+    Per GPU of a tensor-parallel group.
 
     --kv-budget beats --num-gpu-blocks beats the waterfall; a sequence has 8,192 tokens where --context does not
     say. Exits 4 when not even one sequence fits.
