@@ -144,8 +144,8 @@ def _print_fixed_budget(found: dict[str, Any]) -> None:
             published = after["published"]["tok_s"] / before["published"]["tok_s"] - 1
             say(f"      {100 * published:+.0f} % published ({after['published']['source']})")
             say(
-                "not in the model: how much decode work hides behind reading at this batch, work of\n"
-                "  blocks that stayed raw, and launches of a real engine; decode work is an estimate"
+                "not in the model: how much decode work hides behind reading at this batch, work of "
+                "blocks that stayed raw, and launches of a real engine; decode work is an estimate"
             )
 
 
