@@ -111,7 +111,9 @@ def break_even_text(lines: Sequence[Mapping[str, Any]]) -> str:
             where = f"{'no' if context is None else 'every'} batch from {batches[0]:,} to {batches[-1]:,}"
         elif context is None:
             where += " never"
-        parts.append(f"at {where}" if context is None else f"from {context:,} tokens of context on at {where}")
+        parts.append(
+            f"at {where}" if context is None else f"from {context:,} tokens of context on at {where}"
+        )
     return "; ".join(parts)
 
 
