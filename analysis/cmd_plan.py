@@ -27,6 +27,7 @@ def plan(
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     retention: options.Retention = "lru",
+    no_prefix_caching: options.NoPrefixCaching = False,
     keep_ticks: options.KeepTicks = False,
     seeds: Annotated[
         int, typer.Option(min=1, help="Searches for the highest load, each with other sessions meeting.")
@@ -47,6 +48,7 @@ def plan(
     from kvfold.analysis.slo import parse_slo
     from kvfold.analysis.study import Question
     from kvfold.analysis.terminal import print_plan
+    from kvfold.sim.retention import parse_retention
     from kvfold.sim.scheduler import Limits
     from kvfold.traces.load import load
     from kvfold.traces.stats import inspect
@@ -81,7 +83,8 @@ def plan(
         formats=sizes,
         limits=Limits(max_num_seqs, max_num_batched_tokens),
         concurrency=concurrency,
-        prefix_caching=options.keeps_prefixes(retention),
+        retention=parse_retention(retention),
+        prefix_caching=not no_prefix_caching,
         seed=seed,
         seeds=seeds,
     )

@@ -31,7 +31,19 @@ def replay(
     ] = False,
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
+    scheduler: options.Scheduler = "fcfs",
+    preemption: options.Preemption = "recompute",
+    max_queue: Annotated[int | None, typer.Option(help="Refuse calls behind so many waiting ones.")] = None,
+    queue_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Give up on calls that wait so long; else never.")
+    ] = None,
     retention: options.Retention = "lru",
+    no_prefix_caching: options.NoPrefixCaching = False,
+    replicas: Annotated[int, typer.Option(help="Equal replicas, each with its own KV pool.")] = 1,
+    router: Annotated[
+        str,
+        typer.Option(help="round-robin, least-outstanding, prefix-affinity or session-sticky."),
+    ] = "round-robin",
     slo: options.SloText = "chat",
     stepwise: Annotated[
         bool, typer.Option("--stepwise", help="One event per engine step; the same records, slower.")
@@ -49,10 +61,11 @@ def replay(
     Where most arrivals share their instant, the clock was coarse: they are spread over its ticks, by --seed.
     """
     from kvfold.analysis.deployment import deploy, format_sizes
-    from kvfold.analysis.metrics import metrics
+    from kvfold.analysis.metrics import metrics, per_replica
     from kvfold.analysis.out import emit_json
     from kvfold.analysis.slo import describe, parse_slo
-    from kvfold.sim.engine import Scenario, run
+    from kvfold.sim.retention import parse_retention
+    from kvfold.sim.scenario import Scenario, run
     from kvfold.sim.scheduler import Limits
     from kvfold.sim.sessions import Load
     from kvfold.traces.load import load
@@ -82,8 +95,11 @@ def replay(
         budget=deployment.budget(sizes),
         max_context_tokens=deployment.max_context_tokens,
         load=Load(live_sessions=concurrency, rate_scale=rate_scale, open_loop=open_loop),
-        limits=Limits(max_num_seqs, max_num_batched_tokens),
-        prefix_caching=options.keeps_prefixes(retention),
+        limits=Limits(max_num_seqs, max_num_batched_tokens, scheduler, preemption, max_queue, queue_timeout),
+        retention=parse_retention(retention),
+        prefix_caching=not no_prefix_caching,
+        replicas=replicas,
+        router=router,
         stepwise=stepwise,
     )
     result = run(scenario)
@@ -102,12 +118,20 @@ def replay(
         "live_sessions": concurrency,
         "rate_scale": rate_scale,
         "open_loop": open_loop,
+        "scheduler": scheduler,
+        "preemption": preemption,
+        "max_queue": max_queue,
+        "queue_timeout_s": queue_timeout,
         "retention": retention,
+        "prefix_caching": not no_prefix_caching,
+        "replicas": replicas,
+        "router": router,
         "slo": describe(objective),
         "seed": seed,
         "trace_sha256": source.meta.sha256,
         "trace_drops": source.meta.drops,
     }
+    found["replicas"] = per_replica(result)
     found["notes"] = [*changes, *source.meta.warnings, *result.notes]
     found["cost_origin"] = "modelled"
     if out is not None:

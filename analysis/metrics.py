@@ -6,6 +6,7 @@ NaN here and null in the output, never 0.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,13 @@ from numpy.typing import NDArray
 from kvfold.analysis.latency import COMPLETED, Floats, Latency, call_latency
 from kvfold.analysis.out import plain
 from kvfold.analysis.slo import Slo, good
-from kvfold.sim.run import OUTCOMES, Calls, Run, Stretches
+from kvfold.sim.run import FS_PER_S, OUTCOMES, Calls, Run, Stretches
 from kvfold.traces.table import WAIT_KINDS
 
 Ints = NDArray[np.int64]
 
 #: Fewer values than this have no P99 / have a P99 that is flagged.
 P99_MIN_VALUES, P99_SURE_VALUES = 100, 1000
-_FS_PER_S = 1e15
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 #: Quantiles of a CDF as it is drawn: even up to P90, finer in the tail.
 _CDF_QUANTILES = np.concatenate([np.arange(0, 900, 20), np.arange(900, 990, 5), np.arange(990, 1001)]) / 1000
@@ -98,7 +98,7 @@ def itl(run: Run) -> tuple[Floats, Ints]:
     values_fs = np.repeat(stretches.first_step_fs[used], rows) + step * np.repeat(growth_fs, rows)
     weights = np.repeat(stretches.decode_seqs[used] * (steps // rows), rows)
     spanning = np.ones(len(run.gap_s), np.int64)
-    return np.concatenate([values_fs / _FS_PER_S, run.gap_s]), np.concatenate([weights, spanning])
+    return np.concatenate([values_fs / FS_PER_S, run.gap_s]), np.concatenate([weights, spanning])
 
 
 def makespan_s(calls: Calls) -> float:
@@ -179,20 +179,22 @@ def timeline(stretches: Stretches, bins: int = 300) -> dict[str, list[float]]:
 
     ``running`` counts decoding sequences. A part in which no step ran holds 0. Empty without steps.
     """
+    if len(stretches.steps) == 0:
+        return {"t_s": [], "running": [], "waiting": [], "used_bytes": []}
+    order = np.argsort(stretches.start_s, kind="stable")
+    stretches = Stretches(*(getattr(stretches, column.name)[order] for column in fields(stretches)))
+    start, steps = stretches.start_s, stretches.steps.astype(np.float64)
+    duration_fs = steps * stretches.first_step_fs + steps * (steps - 1) / 2 * stretches.growth_fs
+    end = start + duration_fs / FS_PER_S
+    edges = np.linspace(start[0], end.max(), bins + 1)
+    first_bin = np.clip(np.searchsorted(edges, start, side="right") - 1, 0, bins - 1)
+    before = np.searchsorted(start, edges[:-1], side="right") - 1
+    running_on = end[before] > edges[:-1]
     names = {
         "running": stretches.decode_seqs,
         "waiting": stretches.waiting,
         "used_bytes": stretches.used_bytes,
     }
-    if len(stretches.steps) == 0:
-        return {"t_s": [], **{name: [] for name in names}}
-    start, steps = stretches.start_s, stretches.steps.astype(np.float64)
-    duration_fs = steps * stretches.first_step_fs + steps * (steps - 1) / 2 * stretches.growth_fs
-    end = start + duration_fs / _FS_PER_S
-    edges = np.linspace(start[0], end.max(), bins + 1)
-    first_bin = np.clip(np.searchsorted(edges, start, side="right") - 1, 0, bins - 1)
-    before = np.searchsorted(start, edges[:-1], side="right") - 1
-    running_on = end[before] > edges[:-1]
     result = {"t_s": edges[:-1].tolist()}
     for name, values in names.items():
         largest = np.where(running_on, values[before], 0)
@@ -240,6 +242,29 @@ def metrics(run: Run, slo: Slo) -> dict[str, Any]:
             "reject_reasons": run.reject_reasons,
         }
     )
+
+
+def per_replica(run: Run) -> list[dict[str, Any]]:
+    """Calls, tokens, busy time and peak KV of each replica."""
+    calls, stretches = run.calls, run.stretches
+    steps = stretches.steps.astype(np.float64)
+    duration_fs = steps * stretches.first_step_fs + steps * (steps - 1) / 2 * stretches.growth_fs
+    rows = []
+    for replica in range(int(max(calls.replica.max(initial=0), stretches.replica.max(initial=0))) + 1):
+        mine, ran = calls.replica == replica, stretches.replica == replica
+        prompt_tokens = int(calls.input_tokens[mine & ~np.isnan(calls.scheduled_s)].sum())
+        rows.append(
+            {
+                "replica": replica,
+                "calls": int(mine.sum()),
+                "completed": int((calls.outcome[mine] == COMPLETED).sum()),
+                "output_tokens": int(calls.output_tokens[mine].sum()),
+                "prefix_hit_token_share": int(calls.cached_tokens[mine].sum()) / max(1, prompt_tokens),
+                "busy_s": float(duration_fs[ran].sum()) / FS_PER_S,
+                "peak_bytes": int(stretches.used_bytes[ran].max(initial=0)),
+            }
+        )
+    return rows
 
 
 def _rate(total: float, span_s: float) -> float | None:

@@ -110,8 +110,17 @@ MaxNumBatchedTokens = Annotated[
 Retention = Annotated[
     str,
     typer.Option(
-        "--retention", help="KV of ended calls: lru (kept while there is room) or drop (no prefix cache)."
+        "--retention",
+        metavar="POLICY",
+        help="KV of a session that waits: lru, keep, drop, ttl:SECONDS, swap, least-waste or oracle.",
     ),
+]
+NoPrefixCaching = Annotated[
+    bool, typer.Option("--no-prefix-caching", help="No call finds the KV of an earlier one.")
+]
+Scheduler = Annotated[str, typer.Option("--scheduler", help="Order of the queue: fcfs or sessions-first.")]
+Preemption = Annotated[
+    str, typer.Option("--preemption", help="Preempted sequences: recompute, or swap to host memory.")
 ]
 SloText = Annotated[
     str, typer.Option("--slo", help="chat, interactive, agent, offline, or ttft=2s,tpot=100ms.")
@@ -123,10 +132,3 @@ KeepTicks = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
-
-
-def keeps_prefixes(retention: str) -> bool:
-    """Whether a retention policy keeps ended calls' KV as a prefix cache; ConfigError for an unknown one."""
-    if retention not in ("lru", "drop"):
-        raise ConfigError(f"--retention must be lru or drop, got {retention!r}")
-    return retention == "lru"

@@ -17,8 +17,8 @@ from kvfold.analysis.search import (
     largest_power_of_two,
 )
 from kvfold.analysis.steptable import step_s
-from kvfold.sim.engine import Scenario, run
 from kvfold.sim.memory import max_sequences
+from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.sessions import Load
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvfold.analysis.deployment import Deployment
     from kvfold.analysis.slo import Slo
     from kvfold.codec.sizes import FormatSizes
+    from kvfold.sim.retention import Retention
     from kvfold.sim.run import Run
     from kvfold.sim.scheduler import Limits
     from kvfold.traces.table import Trace
@@ -45,6 +46,7 @@ class Question:
     formats: tuple[FormatSizes, ...]
     limits: Limits
     concurrency: int | None
+    retention: Retention
     prefix_caching: bool
     seed: int
     seeds: int
@@ -157,6 +159,7 @@ def _scenario(question: Question, sizes: FormatSizes) -> Scenario:
         budget=question.deployment.budget(sizes),
         max_context_tokens=question.deployment.max_context_tokens,
         limits=question.limits,
+        retention=question.retention,
         prefix_caching=question.prefix_caching,
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.analysis.capacity import capacity
 from kvfold.analysis.search import ATTAINMENT
+from kvfold.sim.run import FS_PER_S
 
 if TYPE_CHECKING:
     from kvfold.analysis.study import Answers, Question
@@ -70,7 +71,9 @@ def _binding_at(answers: Answers, name: str, unlimited_hits: float | None) -> st
     if unlimited_hits is not None and unlimited_hits - run.kv["prefix_hit_token_share"] > LOST_HITS:
         return "memory"
     stretches = run.stretches
-    prefill_s = float((stretches.steps * stretches.first_step_fs)[stretches.prefill_tokens > 0].sum()) / 1e15
+    prefill_s = (
+        float((stretches.steps * stretches.first_step_fs)[stretches.prefill_tokens > 0].sum()) / FS_PER_S
+    )
     return "compute" if prefill_s > run.busy_s / 2 else "bandwidth"
 
 

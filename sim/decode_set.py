@@ -130,6 +130,10 @@ class DecodeSet:
             units += sum(self._unit_phase[: max(0, first + rest - self.unit_tokens)])
         return units
 
+    def units_at(self, steps: int) -> int:
+        """Pool units that the `steps`-th step from now takes (1 is the next one)."""
+        return self._unit_phase[(self.step + steps) % self.unit_tokens]
+
     def steps_within(self, units: int, most: int) -> int:
         """The most steps, up to `most`, that take no more than `units` pool units."""
         if self.units_in(most) <= units:

@@ -51,6 +51,11 @@ class KvPool:
         live = self.tree.live_units if self.tree else 0
         return self._capacity_units(sequences) - self.private_units - live
 
+    def free_units(self) -> int:
+        """Units that nobody holds, so that taking them evicts nothing."""
+        resident = self.tree.resident_units if self.tree else 0
+        return self._capacity_units(self.sequences) - self.private_units - resident
+
     def live_bytes(self) -> int:
         """Bytes held by live sequences: their own units, the shared ones that they pin, tails and state."""
         live = self.tree.live_units if self.tree else 0

@@ -117,6 +117,20 @@ class PrefixTree:
                     above = above.parent
             self._refresh(node)
 
+    def drop(self, node: Node, position: int) -> None:
+        """Let the chain that ends here go, as far as nobody else pins it or goes on from it."""
+        current = node
+        while current.parent is not None and current.resident <= max(position, current.start):
+            limit = current.evictable_from()
+            self.resident_units -= max(0, current.resident - limit)
+            if limit > current.start:
+                current.resident = min(current.resident, limit)
+                return
+            if current.resident > current.start:
+                current.resident = current.start
+                self._forget(current.parent.kids_resident, current.start)
+            position, current = current.start, current.parent
+
     def evict(self, units: int) -> None:
         """Drop `units` unpinned units, least recently used run first, each from its end.
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvfold.sim.run import OUTCOMES, Calls, Run, Stretches
-from kvfold.sim.step import FS_PER_S
+from kvfold.sim.run import FS_PER_S, OUTCOMES, Calls, Run, Stretches
 
 if TYPE_CHECKING:
-    from kvfold.sim.engine import Scenario
+    from collections.abc import Sequence
+
     from kvfold.sim.run import Floats
+    from kvfold.sim.scenario import Scenario
     from kvfold.sim.scheduler import State, Step
     from kvfold.traces.table import Trace
 
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 class Recorder:
     """Times are kept as integer femtoseconds, None where an event has not happened."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, replicas: int) -> None:
         calls = len(trace)
         self._trace = trace
+        self._replica = [-1] * calls
+        self._timed_out: list[int] = []
         self._arrival: list[int | None] = [None] * calls
         self._scheduled: list[int | None] = [None] * calls
         self._first_token: list[int | None] = [None] * calls
@@ -36,18 +39,38 @@ class Recorder:
         self._busy_fs = 0
         self._token_time = 0  # live KV tokens x femtoseconds
         self._sequence_time = 0
-        self._peak_bytes = 0
+        self._peak_bytes = [0] * replicas
+        self._accounted_fs = [0] * replicas
+        self._idle_unit_time = 0  # cached units that no live sequence pins x femtoseconds
+        self._host_unit_time = 0
         self._starts_s = array("d")
         self._rows = array("q")  # the integer columns of Stretches, row by row
 
-    def arrived(self, call: int, now: int) -> None:
+    def arrived(self, call: int, replica: int, now: int) -> None:
         self._arrival[call] = now
+        self._replica[call] = replica
 
     def refused(self, call: int, reason: str, now: int) -> None:
         self._arrival[call] = now
         self._refusals[call] = reason
 
-    def scheduled(self, step: Step, unit_tokens: int, now: int) -> None:
+    def timed_out(self, call: int) -> None:
+        self._timed_out.append(call)
+
+    def account(self, replica: int, state: State, now: int) -> None:
+        """Add up what lay idle since the last account; called before anything of it changes."""
+        past_fs = now - self._accounted_fs[replica]
+        self._accounted_fs[replica] = now
+        tree = state.pool.tree
+        if tree is not None:
+            self._idle_unit_time += (tree.resident_units - tree.live_units) * past_fs
+        self._host_unit_time += state.host_units * past_fs
+
+    def idled(self, unit_time: int) -> None:
+        """Cached units x femtoseconds besides what `account` sees at the end of a stretch."""
+        self._idle_unit_time += unit_time
+
+    def scheduled(self, step: Step, now: int) -> None:
         for sequence in step.preempted:
             self._preemptions[sequence.call] += 1
             if sequence.generated > 0:
@@ -55,10 +78,12 @@ class Recorder:
         for sequence in step.admitted:
             if self._scheduled[sequence.call] is None:
                 self._scheduled[sequence.call] = now
-                self._cached[sequence.call] = sequence.pinned_units * unit_tokens
+                self._cached[sequence.call] = sequence.computed
             self._prefilled[sequence.call] += sequence.prompt_tokens - sequence.computed
 
-    def stretch(self, state: State, step: Step, now: int, steps: int, first_fs: int, growth_fs: int) -> None:
+    def stretch(
+        self, replica: int, state: State, step: Step, now: int, steps: int, first_fs: int, growth_fs: int
+    ) -> None:
         decoding = state.decoding
         prefill_tokens = sum(chunk.tokens for _, chunk in step.chunks)
         held = sum(sequence.prompt_tokens for sequence, _ in step.chunks)
@@ -73,7 +98,7 @@ class Recorder:
         self._token_time += decoding.count * (first_fs * pairs + growth_fs * squares)
         self._sequence_time += state.pool.sequences * duration_fs
         used_bytes = state.pool.live_bytes()
-        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        self._peak_bytes[replica] = max(self._peak_bytes[replica], used_bytes)
         self._starts_s.append(now / FS_PER_S)
         self._rows.extend(
             (
@@ -85,6 +110,7 @@ class Recorder:
                 decoding.kv_tokens,
                 len(state.waiting),
                 used_bytes,
+                replica,
             )
         )
 
@@ -98,13 +124,20 @@ class Recorder:
     def completed(self, call: int, now: int) -> None:
         self._last_token[call] = now
 
-    def finish(self, scenario: Scenario, unknown_waits: int, wait_before_fs: list[int | None]) -> Run:
+    def finish(
+        self,
+        scenario: Scenario,
+        states: Sequence[State],
+        unknown_waits: int,
+        wait_before_fs: list[int | None],
+    ) -> Run:
         """Columns of everything taken down, with the totals and the assumptions of the run."""
         trace = self._trace
         outcome = np.full(len(trace), OUTCOMES.index("failed"), np.int8)
         last_token_s = _seconds(self._last_token)
         outcome[~np.isnan(last_token_s)] = OUTCOMES.index("completed")
         outcome[list(self._refusals)] = OUTCOMES.index("rejected")
+        outcome[self._timed_out] = OUTCOMES.index("timed_out")
         done = outcome == OUTCOMES.index("completed")
         calls = Calls(
             request_id=np.arange(len(trace), dtype=np.int64),
@@ -119,6 +152,7 @@ class Recorder:
             prefilled_tokens=np.array(self._prefilled, np.int64),
             preemptions=np.array(self._preemptions, np.int64),
             outcome=outcome,
+            replica=np.array(self._replica, np.int64),
             wait_before_s=_seconds(wait_before_fs),
             wait_kind=trace.wait_kind,
         )
@@ -126,18 +160,19 @@ class Recorder:
         if done.any():
             makespan_s = float(last_token_s[done].max() - np.nanmin(calls.arrival_s))
         busy_s = self._busy_fs / FS_PER_S
-        gpu, tp = scenario.cost.gpu, scenario.cost.tp
+        gpu = scenario.cost.gpu
         idle_energy_j, energy_j, energy_origin = float("nan"), float("nan"), "unknown"
         if gpu.power_limit_w is not None and gpu.idle_w is not None:
-            idle_energy_j = gpu.idle_w * tp * max(0.0, makespan_s - busy_s)
-            energy_j = gpu.power_limit_w * tp * busy_s + idle_energy_j
+            rest_s = max(0.0, makespan_s * scenario.replicas - busy_s)
+            idle_energy_j = gpu.idle_w * scenario.cost.tp * rest_s
+            energy_j = gpu.power_limit_w * scenario.cost.tp * busy_s + idle_energy_j
             energy_origin = "modelled"
         return Run(
             calls=calls,
             stretches=self._stretches(),
             gap_s=np.array(self._gaps_fs, np.float64) / FS_PER_S,
             reject_reasons=_counted(list(self._refusals.values())),
-            kv=self._kv(scenario, calls, makespan_s),
+            kv=self._kv(scenario, states, calls, makespan_s),
             busy_s=busy_s,
             energy_j=energy_j,
             energy_origin=energy_origin,
@@ -146,10 +181,14 @@ class Recorder:
         )
 
     def _stretches(self) -> Stretches:
-        rows = np.array(self._rows, np.int64).reshape(-1, 8)
-        return Stretches(np.array(self._starts_s, np.float64), *rows.T)
+        rows = np.array(self._rows, np.int64).reshape(-1, 9)
+        # replica by replica, so that sums over steps do not depend on how stretches of replicas interleave
+        order = np.argsort(rows[:, -1], kind="stable")
+        return Stretches(np.array(self._starts_s, np.float64)[order], *rows[order].T)
 
-    def _kv(self, scenario: Scenario, calls: Calls, makespan_s: float) -> dict[str, float]:
+    def _kv(
+        self, scenario: Scenario, states: Sequence[State], calls: Calls, makespan_s: float
+    ) -> dict[str, float]:
         budget, sizes = scenario.budget, scenario.cost.sizes
         span_fs = makespan_s * FS_PER_S
         token_bytes = budget.unit_bytes / budget.unit_tokens
@@ -163,15 +202,33 @@ class Recorder:
         prompt_tokens = int(calls.input_tokens[admitted].sum())
         return {
             "capacity_bytes": budget.kv_budget_bytes,
-            "peak_bytes": self._peak_bytes,
+            "peak_bytes": max(self._peak_bytes),
             "mean_bytes": mean_bytes,
             "mean_tokens": self._token_time / span_fs if span_fs else 0.0,
             "raw_block_share": sizes.raw_block_share,
             "slot_waste_share": 1 - sizes.encoded_bits / sizes.slot_bits,
-            "prefix_hit_token_share": int(calls.cached_tokens.sum()) / prompt_tokens
-            if prompt_tokens
-            else 0.0,
+            "prefix_hit_token_share": int(calls.cached_tokens.sum()) / max(1, prompt_tokens),
+            "re_prefilled_tokens": self._re_prefilled(calls),
+            "idle_cached_byte_s": self._idle_unit_time * budget.unit_bytes / FS_PER_S,
+            "idle_held_byte_s": sum(state.held_unit_time for state in states) * budget.unit_bytes / FS_PER_S,
+            "host_byte_s": self._host_unit_time * budget.unit_bytes / FS_PER_S,
+            "forced_releases": sum(state.forced_releases for state in states),
         }
+
+    def _re_prefilled(self, calls: Calls) -> int:
+        """Prompt tokens computed although an earlier call had computed the same prefix, and all that preemption
+        made to be computed again."""
+        trace = self._trace
+        shared = np.minimum(trace.shared_blocks * trace.meta.block_size_tokens, trace.input_tokens - 1)
+        computed_once = np.zeros(len(trace), bool)
+        has_parent = trace.shared_parent >= 0
+        computed_once[has_parent] = ~np.isnan(calls.first_token_s[trace.shared_parent[has_parent]])
+        admitted = ~np.isnan(calls.scheduled_s)
+        missed = np.maximum(0, shared - calls.cached_tokens)[computed_once & admitted].sum()
+        again = np.maximum(0, calls.prefilled_tokens + calls.cached_tokens - trace.input_tokens)[
+            admitted
+        ].sum()
+        return int(missed + again)
 
     def _notes(self, scenario: Scenario, unknown_waits: int) -> tuple[str, ...]:
         notes = []

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+#: Unit of the simulation's clock.
+FS_PER_S = 10**15
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -18,9 +21,9 @@ OUTCOMES = ("completed", "rejected", "timed_out", "failed")
 class Calls:
     """One row per offered call, in trace order. Times are seconds from the start of the run, NaN if never.
 
-    ``output_tokens`` is what the call produced (0 if rejected). ``cached_tokens`` counts prompt tokens found
-    in the prefix cache at the first admission; ``prefilled_tokens`` all tokens computed as prefill, the ones
-    computed again after a preemption included.
+    ``output_tokens`` is what the call produced (0 if rejected). ``cached_tokens`` counts prompt tokens found in
+    the prefix cache, or brought back from host memory, at the first admission; ``prefilled_tokens`` all tokens
+    computed as prefill, the ones computed again after a preemption included.
     """
 
     request_id: Ints
@@ -35,6 +38,7 @@ class Calls:
     prefilled_tokens: Ints
     preemptions: Ints
     outcome: NDArray[np.int8]
+    replica: Ints  # -1: never accepted
     wait_before_s: Floats  # simulated wait between the last parent's end and the arrival; NaN for roots
     wait_kind: NDArray[np.int8]  # traces.table.WAIT_KINDS
 
@@ -57,6 +61,7 @@ class Stretches:
     kv_tokens: Ints  # live tokens of decoding sequences at the first step
     waiting: Ints  # calls in the queue when the stretch starts
     used_bytes: Ints  # KV bytes held by live sequences at the end of the stretch
+    replica: Ints
 
 
 @dataclass(frozen=True, slots=True)

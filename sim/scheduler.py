@@ -1,8 +1,9 @@
-"""Continuous batching with chunked prefill, first come first served, as vLLM's V1 scheduler does it.
+"""Continuous batching with chunked prefill, as vLLM's V1 scheduler does it.
 
-Each step has a token budget: running sequences get one token each, prompts share the rest in order of arrival. A
+Each step has a token budget: running sequences get one token each, prompts share the rest in order of the queue. A
 waiting call is admitted when its whole prompt fits into the pool, all of it or nothing. When decoding sequences
-need more units than there are, the youngest is preempted and computed again later. Plain functions over `State`.
+need more units than there are, KV held for waiting sessions goes first; then the youngest sequence is preempted,
+to be computed again later or to come back from host memory. Plain functions over `State`.
 """
 
 from __future__ import annotations
@@ -12,28 +13,78 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvfold.sim.decode_set import DecodeSet, Sequence
+from kvfold.sim.errors import ConfigError
 from kvfold.sim.step import Chunk
 
 if TYPE_CHECKING:
     from kvfold.sim.pool import KvPool
+    from kvfold.sim.prefix import Node
+
+
+ORDERS = ("fcfs", "sessions-first")
+PREEMPTIONS = ("recompute", "swap")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_num_seqs` sequences live at once; `max_num_batched_tokens` tokens computed in one step."""
+    """`max_num_seqs` sequences live at once; `max_num_batched_tokens` tokens computed in one step.
+
+    `order`: `fcfs`, or `sessions-first`, later calls of a session before first calls. `max_queue` refuses calls
+    that would wait behind so many; `queue_timeout_s` gives up on calls that have waited so long. Raises
+    ConfigError for limits that break a rule.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    order: str = "fcfs"
+    preemption: str = "recompute"
+    max_queue: int | None = None
+    queue_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"--max-num-seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
+                f"({self.max_num_seqs}), or running sequences would starve"
+            )
+        if self.order not in ORDERS:
+            raise ConfigError(f"--scheduler must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.preemption not in PREEMPTIONS:
+            raise ConfigError(
+                f"--preemption must be one of {', '.join(PREEMPTIONS)}, got {self.preemption!r}"
+            )
+        if self.max_queue is not None and self.max_queue < 0:
+            raise ConfigError(f"--max-queue must be at least 0, got {self.max_queue}")
+        if self.queue_timeout_s is not None and not 0 < self.queue_timeout_s < float("inf"):
+            raise ConfigError(
+                f"--queue-timeout must be a positive number of seconds, got {self.queue_timeout_s}"
+            )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Waiting:
-    """A call in the queue; `generated` output tokens were handed out before a preemption."""
+    """A call in the queue; `generated` output tokens were handed out before a preemption.
+
+    `host_tokens` of its prompt lie in host memory and come back over the link.
+    """
 
     call: int
     input_tokens: int
     output_tokens: int
+    first: bool = True  # the first call of its session, or a single-shot one
     generated: int = 0
+    host_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """KV of an ended call that is held for the next call of its session."""
+
+    node: Node
+    position: int
+    since_fs: int
 
 
 @dataclass(slots=True)
@@ -45,8 +96,14 @@ class State:
     decoding: DecodeSet
     waiting: deque[Waiting] = field(default_factory=deque)
     running: dict[int, Sequence] = field(default_factory=dict)  # order -> sequence
+    holds: dict[int, Hold] = field(default_factory=dict)  # ended call -> what is held, oldest first
     prefilling: Sequence | None = None  # the one whose prompt did not fit into the last step
     admissions: int = 0
+    held_unit_time: int = 0  # units x femtoseconds of all holds that have ended
+    forced_releases: int = (
+        0  # holds given up because a running sequence or the only waiting call needed the room
+    )
+    host_units: int = 0  # units in host memory now
 
 
 @dataclass(slots=True)
@@ -54,23 +111,31 @@ class Step:
     """What the next step computes: one token for every decoding sequence, and these chunks of prompts.
 
     `blocked`: a call waits that cannot be admitted until a running one ends, so no arrival changes the next step.
+    `moved_units` go over the link to host memory or back while the step computes.
     """
 
     chunks: list[tuple[Sequence, Chunk]]
     admitted: list[Sequence]
     preempted: list[Sequence]
     blocked: bool
+    moved_units: int
 
 
 def next_step(state: State, now: int) -> Step:
     """Take the units for one decode step, preempting if need be, then fill the budget with prompts."""
     pool, decoding = state.pool, state.decoding
     preempted: list[Sequence] = []
+    moved_units = 0
     growth = decoding.units_in(1)
     while growth > pool.available_units():
+        if state.holds:
+            release_oldest_hold(state, now)
+            continue
         if len(state.running) == 1:
             raise RuntimeError(f"a lone sequence outgrew the pool; it needs {growth} more units")
-        preempted.append(_preempt(state, now))
+        youngest, units = _preempt(state, now)
+        preempted.append(youngest)
+        moved_units += units
         growth = decoding.units_in(1)
     pool.take(growth)
 
@@ -81,13 +146,47 @@ def next_step(state: State, now: int) -> Step:
     admitted: list[Sequence] = []
     blocked = bool(preempted) or budget <= 0
     while state.waiting and not blocked:
+        head = state.waiting[0]
         sequence = _admit(state)
-        blocked = sequence is None
-        if sequence is not None:
-            admitted.append(sequence)
-            budget -= _add_chunk(chunks, sequence, budget)
-            blocked = budget <= 0
-    return Step(chunks, admitted, preempted, blocked)
+        if sequence is None and not state.running and state.holds:
+            release_oldest_hold(state, now)  # or nothing would ever run again
+            continue
+        if sequence is None:
+            blocked = True
+            break
+        admitted.append(sequence)
+        if head.host_tokens:
+            units = pool.blocks(head.host_tokens)
+            state.host_units -= units
+            moved_units += units
+        budget -= _add_chunk(chunks, sequence, budget)
+        blocked = budget <= 0
+    return Step(chunks, admitted, preempted, blocked, moved_units)
+
+
+def enqueue(state: State, waiting: Waiting) -> None:
+    """Put a call into the queue: at its end, or before all first calls of sessions if the order says so."""
+    position = len(state.waiting)
+    if state.limits.order == "sessions-first" and not waiting.first:
+        while position and state.waiting[position - 1].first:
+            position -= 1
+    state.waiting.insert(position, waiting)
+
+
+def release_hold(state: State, call: int, now: int) -> int:
+    """Let go of what was held after a call; returns units x femtoseconds held, 0 if nothing was."""
+    hold = state.holds.pop(call, None)
+    if hold is None:
+        return 0
+    assert state.pool.tree is not None
+    state.pool.tree.unpin(hold.node, hold.position, now)
+    return hold.position * (now - hold.since_fs)
+
+
+def release_oldest_hold(state: State, now: int) -> None:
+    """Give up the oldest hold because somebody needs the room now."""
+    state.held_unit_time += release_hold(state, next(iter(state.holds)), now)
+    state.forced_releases += 1
 
 
 def release(state: State, sequence: Sequence, now: int) -> None:
@@ -143,7 +242,7 @@ def _admit(state: State) -> Sequence | None:
         output_tokens=head.output_tokens,
         generated=head.generated,
         prompt_tokens=prompt_tokens,
-        computed=hit * pool.unit_tokens,
+        computed=max(hit * pool.unit_tokens, head.host_tokens),
         node=node,
         pinned_units=hit,
     )
@@ -159,12 +258,24 @@ def _add_chunk(chunks: list[tuple[Sequence, Chunk]], sequence: Sequence, budget:
     return tokens
 
 
-def _preempt(state: State, now: int) -> Sequence:
-    """Drop the youngest running sequence back to the head of the queue, to be computed again."""
+def _preempt(state: State, now: int) -> tuple[Sequence, int]:
+    """Put the youngest sequence back to the head of the queue; returns it and the units sent to the host."""
     order = next(reversed(state.running))
     sequence = state.running[order]
+    host_tokens = units = 0
+    if state.limits.preemption == "swap" and sequence.decoding:
+        host_tokens = state.decoding.length(sequence)
+        units = state.pool.blocks(host_tokens)
+        state.host_units += units
     release(state, sequence, now)
     state.waiting.appendleft(
-        Waiting(sequence.call, sequence.input_tokens, sequence.output_tokens, sequence.generated)
+        Waiting(
+            sequence.call,
+            sequence.input_tokens,
+            sequence.output_tokens,
+            first=False,  # whatever the order, it stays ahead of those that have not started
+            generated=sequence.generated,
+            host_tokens=host_tokens,
+        )
     )
-    return sequence
+    return sequence, units

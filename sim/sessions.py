@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvfold.sim.errors import ConfigError
-from kvfold.sim.step import FS_PER_S
+from kvfold.sim.run import FS_PER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

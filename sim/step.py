@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvfold.sim.gpu import require
+from kvfold.sim.run import FS_PER_S
 
 if TYPE_CHECKING:
     from kvfold.codec.sizes import FormatSizes
     from kvfold.sim.gpu import GpuSpec
     from kvfold.sim.model import ModelSpec
-
-FS_PER_S = 10**15
 
 #: Kernel launches, scheduling and output handling that no GPU work hides, per step and per sequence in it.
 #: Modelled round figures; leaving them out shifts TTFT and capacity (docs/assumptions.md).

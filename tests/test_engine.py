@@ -9,15 +9,16 @@ from kvfold.analysis.metrics import metrics
 from kvfold.analysis.slo import PRESETS
 from kvfold.codec.sizes import load_sizes
 from kvfold.sim import engine as engine_module
-from kvfold.sim.engine import Scenario, run
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import load_gpu
 from kvfold.sim.memory import kv_budget
 from kvfold.sim.model import load_model
-from kvfold.sim.run import OUTCOMES
+from kvfold.sim.retention import parse_retention
+from kvfold.sim.run import FS_PER_S, OUTCOMES
+from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.scheduler import Limits
 from kvfold.sim.sessions import Load
-from kvfold.sim.step import FS_PER_S, Chunk, step_cost
+from kvfold.sim.step import Chunk, step_cost
 from kvfold.traces.columns import Edges, assemble
 from kvfold.traces.table import Meta
 
@@ -84,47 +85,92 @@ RANDOM = [
 ]
 
 
-@pytest.mark.parametrize("case", RANDOM, ids=lambda case: f"seed{case[0]}-{case[2]}-{case[3]}-{case[4]}GiB")
-def test_coalesced_steps_give_the_records_of_single_steps(random_trace, monkeypatch, case):
+POLICIES = [
+    {"retention": "keep"},
+    {"retention": "drop"},
+    {"retention": "ttl:2.5"},
+    {"retention": "swap"},
+    {"retention": "least-waste"},
+    {"retention": "oracle"},
+    {"limits": {"preemption": "swap"}},
+    {"limits": {"order": "sessions-first"}},
+    {"limits": {"queue_timeout_s": 1.5}},
+    {"limits": {"max_queue": 3}},
+    {"replicas": 3, "router": "round-robin"},
+    {"replicas": 2, "router": "least-outstanding"},
+    {"replicas": 3, "router": "prefix-affinity"},
+    {"replicas": 2, "router": "session-sticky", "retention": "keep"},
+    {"retention": "swap", "limits": {"preemption": "swap", "order": "sessions-first"}},
+]
+
+
+def random_scenario(random_trace, case, changes):
     seed, sessions, model, name, gib, seqs, tokens, live = case
     trace = random_trace(150, seed, sessions=sessions, rate_per_s=(2.0, 8.0, 40.0)[seed % 3], longest=4000)
+    changes = dict(changes)
+    limits = Limits(seqs, tokens, **changes.pop("limits", {}))
+    retention = parse_retention(changes.pop("retention", "lru"))
+    load = Load(live_sessions=live, rotation=seed)
     budget_bytes = int(gib * MODELS[model] * 2**30)
-    setup = scenario(
-        trace,
-        name,
-        model,
-        budget_bytes,
-        load=Load(live_sessions=live),
-        limits=Limits(seqs, tokens),
+    return scenario(
+        trace, name, model, budget_bytes, load=load, limits=limits, retention=retention, **changes
     )
+
+
+def check_laws(result):
+    calls, outcome = result.calls, result.calls.outcome
+    done = outcome == OUTCOMES.index("completed")
+    known = {"completed", "rejected", "timed_out"}
+    assert set(outcome.tolist()) <= {OUTCOMES.index(name) for name in known}
+    assert sum(result.reject_reasons.values()) == (outcome == OUTCOMES.index("rejected")).sum()
+    gaps = int((result.stretches.steps * result.stretches.decode_seqs).sum()) + len(result.gap_s)
+    assert gaps == int((calls.output_tokens[done] - 1).sum())
+    prefilled = int((result.stretches.steps * result.stretches.prefill_tokens).sum())
+    assert prefilled <= calls.prefilled_tokens.sum()
+    assert calls.preemptions.sum() > 0 or prefilled == calls.prefilled_tokens.sum()
+    assert result.kv["peak_bytes"] <= result.kv["capacity_bytes"]
+    times = np.stack([calls.arrival_s, calls.scheduled_s, calls.first_token_s, calls.last_token_s])[:, done]
+    assert (np.diff(times, axis=0) >= 0).all()
+    # no request is faster than its prompt and its tokens at the speed of light could be
+    assert (result.stretches.first_step_fs > 0).all()
+
+
+def run_checked(monkeypatch, setup):
+    """A run that checks the pool's law before every step and the books after the last."""
     schedule = engine_module.next_step
+    states = {}
 
     def checked(state, now):
+        states[id(state)] = state
         step = schedule(state, now)
         state.pool.check()
         return step
 
-    monkeypatch.setattr(engine_module, "next_step", checked)
-    fast, slow = run(setup), run(replace(setup, stepwise=True))
-    assert_same(fast, slow)
-    slo = PRESETS["chat"]
-    assert metrics(fast, slo) == metrics(slow, slo)
-    assert len(fast.stretches.steps) < len(slow.stretches.steps) == fast.stretches.steps.sum()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module, "next_step", checked)
+        result = run(setup)
+    for state in states.values():
+        state.pool.check()
+        assert (state.pool.private_units, state.pool.sequences, state.host_units >= 0) == (0, 0, True)
+        assert not state.running
+        assert not state.waiting
+        assert state.decoding.count == state.decoding.kv_tokens == state.decoding.window_tokens == 0
+    return result
 
-    outcome = fast.calls.outcome
-    assert set(outcome.tolist()) <= {OUTCOMES.index("completed"), OUTCOMES.index("rejected")}
-    done = outcome == OUTCOMES.index("completed")
-    gaps = int((fast.stretches.steps * fast.stretches.decode_seqs).sum()) + len(fast.gap_s)
-    assert gaps == int((fast.calls.output_tokens[done] - 1).sum())
-    prefilled = int((fast.stretches.steps * fast.stretches.prefill_tokens).sum())
-    preempted_in_prefill = fast.calls.preemptions.sum() > 0
-    assert prefilled <= fast.calls.prefilled_tokens.sum()
-    assert preempted_in_prefill or prefilled == fast.calls.prefilled_tokens.sum()
-    assert fast.kv["peak_bytes"] <= fast.kv["capacity_bytes"]
-    order = np.stack(
-        [fast.calls.arrival_s, fast.calls.scheduled_s, fast.calls.first_token_s, fast.calls.last_token_s]
-    )[:, done]
-    assert (np.diff(order, axis=0) >= 0).all()
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [(case, {}) for case in RANDOM]
+    + [(case, changes) for index, changes in enumerate(POLICIES) for case in RANDOM[index % 2 :: 2]],
+    ids=str,
+)
+def test_coalesced_steps_give_the_records_of_single_steps(random_trace, monkeypatch, case, changes):
+    setup = random_scenario(random_trace, case, changes)
+    fast, slow = run_checked(monkeypatch, setup), run_checked(monkeypatch, replace(setup, stepwise=True))
+    assert_same(fast, slow)
+    assert metrics(fast, PRESETS["chat"]) == metrics(slow, PRESETS["chat"])
+    assert len(fast.stretches.steps) <= len(slow.stretches.steps) == fast.stretches.steps.sum()
+    check_laws(fast)
 
 
 def test_windows_wider_than_a_chunk_are_coalesced_exactly(random_trace):
@@ -134,19 +180,23 @@ def test_windows_wider_than_a_chunk_are_coalesced_exactly(random_trace):
 
 
 def test_the_random_cases_hold_what_they_are_for(random_trace):
-    """Preemption, refusal and prefix hits all happen among them, or the test above proves little."""
-    preemptions = hits = 0
-    for seed, sessions, model, name, gib, seqs, tokens, live in RANDOM:
-        trace = random_trace(
-            150, seed, sessions=sessions, rate_per_s=(2.0, 8.0, 40.0)[seed % 3], longest=4000
-        )
-        budget_bytes = int(gib * MODELS[model] * 2**30)
-        limits = Limits(seqs, tokens)
-        result = run(scenario(trace, name, model, budget_bytes, load=Load(live_sessions=live), limits=limits))
-        preemptions += result.calls.preemptions.sum()
-        hits += result.kv["prefix_hit_token_share"] > 0.3
-    assert preemptions > 20
-    assert hits > 3
+    """Preemption, refusal, prefix hits and every policy all bite, or the test above proves little."""
+    plain = [run(random_scenario(random_trace, case, {})) for case in RANDOM]
+    assert sum(result.calls.preemptions.sum() for result in plain) > 20
+    assert sum(result.kv["prefix_hit_token_share"] > 0.3 for result in plain) > 3
+    assert sum(result.kv["idle_cached_byte_s"] > 0 for result in plain) > 5
+    for changes in POLICIES:
+        results = [run(random_scenario(random_trace, case, changes)) for case in RANDOM]
+        differ = [
+            one.calls.last_token_s.tobytes() != other.calls.last_token_s.tobytes()
+            for one, other in zip(plain, results, strict=True)
+        ]
+        assert sum(differ) >= 2, changes
+        retention = changes.get("retention", "lru")
+        if retention in ("keep", "ttl:2.5"):
+            assert any(result.kv["idle_held_byte_s"] > 0 for result in results)
+        if retention == "swap":
+            assert any(result.kv["host_byte_s"] > 0 for result in results)
 
 
 def test_one_request_alone_by_hand():
@@ -287,18 +337,19 @@ def test_the_same_scenario_gives_the_same_bytes(random_trace):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("limits", "message"),
     [
-        (
-            {"limits": Limits(256, 128)},
-            r"max_num_batched_tokens \(128\) must be at least max_num_seqs \(256\)",
-        ),
-        ({"limits": Limits(0, 128)}, "max_num_seqs must be at least 1, got 0"),
+        ({"max_num_batched_tokens": 128}, r"\(128\) must be at least --max-num-seqs \(256\)"),
+        ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1, got 0"),
+        ({"order": "lifo"}, "--scheduler must be one of fcfs, sessions-first, got 'lifo'"),
+        ({"preemption": "kill"}, "--preemption must be one of recompute, swap, got 'kill'"),
+        ({"max_queue": -1}, "--max-queue must be at least 0, got -1"),
+        ({"queue_timeout_s": float("nan")}, "--queue-timeout must be a positive number"),
     ],
 )
-def test_limits_are_checked(changes, message):
+def test_limits_are_checked(limits, message):
     with pytest.raises(ConfigError, match=message):
-        scenario(calls_of((0.0, 10, 5)), **changes)
+        Limits(**limits)
 
 
 def test_a_trace_without_a_clock_needs_live_sessions():

@@ -41,6 +41,7 @@ def make_calls(arrival_s, scheduled_s, first_token_s, last_token_s, output_token
         cached_tokens=np.zeros(n, np.int64),
         prefilled_tokens=np.full(n, 100, np.int64),
         preemptions=np.zeros(n, np.int64),
+        replica=np.zeros(n, np.int64),
         **{name: np.asarray(columns.get(name, value), value.dtype) for name, value in default.items()},
     )
 
@@ -50,7 +51,7 @@ def make_stretches(rows=()):
     table = np.array(rows, float).reshape(-1, 7)
     start, steps, first, growth, seqs, waiting, used = table.T
     none = np.zeros(len(table), np.int64)
-    columns = (steps, first * 1e15, growth * 1e15, seqs, none, none, waiting, used)
+    columns = (steps, first * 1e15, growth * 1e15, seqs, none, none, waiting, used, none)
     return Stretches(start, *(column.round().astype(np.int64) for column in columns))
 
 

@@ -11,6 +11,7 @@ from kvfold.analysis.deployment import deploy, format_sizes
 from kvfold.analysis.plan import make_plan
 from kvfold.analysis.slo import parse_slo
 from kvfold.analysis.study import Question
+from kvfold.sim.retention import Retention
 from kvfold.sim.scheduler import Limits
 from kvfold.traces.load import load
 from kvfold.traces.stats import inspect
@@ -28,6 +29,7 @@ def question(trace, formats=("bf16", "gaac"), gpu="rtx-4090", **changes):
         formats=tuple(format_sizes(name) for name in formats),
         limits=Limits(),
         concurrency=4,
+        retention=Retention(),
         prefix_caching=True,
         seed=0,
         seeds=1,

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from kvfold.analysis.deployment import deploy, format_sizes
-from kvfold.sim.engine import Scenario, run
+from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.sessions import Load
 from kvfold.traces.canonical import write
 from kvfold.traces.load import load

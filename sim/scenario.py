@@ -1,0 +1,85 @@
+"""What is simulated: a trace offered to one or more equal replicas behind a router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from kvfold.sim.clock import Clock
+from kvfold.sim.engine import Engine
+from kvfold.sim.errors import ConfigError
+from kvfold.sim.gpu import require
+from kvfold.sim.recorder import Recorder
+from kvfold.sim.retention import Retention, waits_of
+from kvfold.sim.router import make_router
+from kvfold.sim.scheduler import Limits
+from kvfold.sim.sessions import Load, Sessions
+
+if TYPE_CHECKING:
+    from kvfold.sim.memory import MemoryBudget
+    from kvfold.sim.run import Run
+    from kvfold.sim.step import StepCost
+    from kvfold.traces.table import Trace
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Everything a run depends on. `max_context_tokens` bounds prompt plus output of a call; every replica has
+    its own `budget`. Raises ConfigError for a rule that is broken."""
+
+    trace: Trace
+    cost: StepCost
+    budget: MemoryBudget
+    max_context_tokens: int
+    load: Load = field(default_factory=Load)
+    limits: Limits = field(default_factory=Limits)
+    retention: Retention = field(default_factory=Retention)
+    prefix_caching: bool = True
+    replicas: int = 1
+    router: str = "round-robin"
+    stepwise: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.prefix_caching and self.trace.meta.hash_scope != "none"
+
+    @cached_property
+    def host_link_bytes_per_s(self) -> float:
+        """Bandwidth to host memory; raises ConfigError where the GPU profile does not know it."""
+        return require(self.cost.gpu, "host_link_bytes_per_s")
+
+    @cached_property
+    def parents(self) -> list[tuple[int, ...]]:
+        """Parents of each call, whose KV it goes on from."""
+        parents: list[tuple[int, ...]] = [()] * len(self.trace)
+        for child, parent in zip(
+            self.trace.edge_child.tolist(), self.trace.edge_parent.tolist(), strict=True
+        ):
+            parents[child] += (parent,)
+        return parents
+
+
+def run(scenario: Scenario) -> Run:
+    """Replay the trace and return its records; a pure function of the scenario."""
+    clock, trace = Clock(), scenario.trace
+    recorder, waits = Recorder(trace, scenario.replicas), waits_of(trace)
+    route = make_router(scenario.router, trace)
+
+    def arrive(call: int) -> None:
+        engines[route(engines, call) if len(engines) > 1 else 0].offer(call)
+
+    sessions = Sessions(clock, trace, scenario.load, arrive)
+    engines = [
+        Engine(index, clock, scenario, waits, recorder, sessions.ended) for index in range(scenario.replicas)
+    ]
+    sessions.start()
+    for engine in engines:
+        clock.process(engine.serve())
+    clock.run()
+    states = [engine.state for engine in engines]
+    return recorder.finish(scenario, states, sessions.unknown_waits, sessions.wait_before_fs)
