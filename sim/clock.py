@@ -12,14 +12,20 @@ from simpy.core import EventPriority
 class Clock(simpy.Environment):
     """Delays must be integers, so that times add without rounding."""
 
+    _now: int
+
     @property
     def now_fs(self) -> int:
-        return cast(int, self.now)
+        return self._now
 
     def next_event_fs(self) -> int | None:
         """Femtoseconds until the next event, None if there is none."""
         at = self.peek()
-        return None if at == inf else cast(int, at) - self.now_fs
+        return None if at == inf else cast(int, at) - self._now
+
+
+#: After SimPy's own urgent (0) and normal (1) events of the same instant.
+LATE = EventPriority(2)
 
 
 class StepEnd(simpy.Event):
@@ -29,4 +35,4 @@ class StepEnd(simpy.Event):
         super().__init__(clock)
         self._ok = True
         self._value = None
-        clock.schedule(self, priority=EventPriority(2), delay=delay_fs)
+        clock.schedule(self, priority=LATE, delay=delay_fs)

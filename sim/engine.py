@@ -124,16 +124,18 @@ class Engine:
                 recorder.account(self._index, state, clock.now_fs)
                 yield StepEnd(clock, 0)
                 continue
-            step = next_step(state, clock.now_fs)
-            for sequence in step.admitted:
-                for parent in self._parents[sequence.call]:
-                    state.held_unit_time += release_hold(state, parent, clock.now_fs)
-            recorder.scheduled(step, clock.now_fs)
+            now = clock.now_fs
+            step = next_step(state, now)
+            if state.holds:
+                for sequence in step.admitted:
+                    for parent in self._parents[sequence.call]:
+                        state.held_unit_time += release_hold(state, parent, now)
+            recorder.scheduled(step, now)
             step.moved_units += self._moved_units
             self._moved_units = 0
             steps, first_fs, growth_fs = self._stretch(step)
             duration_fs = steps * first_fs + growth_fs * (steps * (steps - 1) // 2)
-            recorder.stretch(self._index, state, step, clock.now_fs, steps, first_fs, growth_fs)
+            recorder.stretch(self._index, state, step, now, steps, first_fs, growth_fs)
             yield StepEnd(clock, duration_fs)
             recorder.account(self._index, state, clock.now_fs)
             self._hand_out(step, steps)
@@ -167,25 +169,28 @@ class Engine:
     def _stretch(self, step: Step) -> tuple[int, int, int]:
         """(number of steps, femtoseconds of the first, growth per step) of the longest run of like steps."""
         state, cost, decoding = self.state, self._cost, self.state.decoding
-        chunks = [chunk for _, chunk in step.chunks]
-        prompt_tokens = sum(chunk.tokens for chunk in chunks)
-        first_fs = cost.base_fs(decoding.count, prompt_tokens, sum(chunk.last for chunk in chunks))
+        prompt_tokens = ending = chunks_fs = 0
+        for _, chunk in step.chunks:
+            prompt_tokens += chunk.tokens
+            ending += chunk.last
+            chunks_fs += cost.chunk_fs(chunk)
+        first_fs = cost.base_fs(decoding.count, prompt_tokens, ending) + chunks_fs
         first_fs += cost.kv_token_fs * decoding.kv_tokens + cost.window_token_fs * decoding.window_tokens
-        first_fs += sum(cost.chunk_fs(chunk) for chunk in chunks)
         if step.moved_units:
             first_fs = max(first_fs, self._transfer_fs(step.moved_units))
         most = self._like_steps(step)
         if most == 1:
             return 1, first_fs, 0
         growth_fs = cost.kv_token_fs * decoding.count + cost.window_token_fs * decoding.growing_windows
-        if chunks:
-            growth_fs += cost.history_token_fs(chunks[0].tokens) * chunks[0].tokens
-        taken = decoding.units_in(1)
+        if step.chunks:
+            growth_fs += cost.history_token_fs(prompt_tokens) * prompt_tokens
+        taken = decoding.units_at(1)
         if decoding.count:
             most = decoding.steps_within(state.pool.available_units() + taken, most)
         if self._always_cut or not step.blocked:
             most = self._steps_until_event(first_fs, growth_fs, most)
-        self._take_ahead(most, decoding.units_in(most) - taken, first_fs, growth_fs)
+        if most > 1:
+            self._take_ahead(most, decoding.units_in(most) - taken, first_fs, growth_fs)
         return most, first_fs, growth_fs
 
     def _take_ahead(self, steps: int, units: int, first_fs: int, growth_fs: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from math import isnan, nan
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,27 +13,26 @@ from kvfold.sim.run import FS_PER_S, OUTCOMES, Calls, Run, Stretches
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvfold.sim.run import Floats
     from kvfold.sim.scenario import Scenario
     from kvfold.sim.scheduler import State, Step
     from kvfold.traces.table import Trace
 
 
 class Recorder:
-    """Times are kept as integer femtoseconds, None where an event has not happened."""
+    """Sums are kept in integer femtoseconds; times of calls in seconds, NaN where an event has not happened."""
 
     def __init__(self, trace: Trace, replicas: int) -> None:
         calls = len(trace)
         self._trace = trace
-        self._replica = [-1] * calls
+        self._replica = array("q", [-1]) * calls
         self._timed_out: list[int] = []
-        self._arrival: list[int | None] = [None] * calls
-        self._scheduled: list[int | None] = [None] * calls
-        self._first_token: list[int | None] = [None] * calls
-        self._last_token: list[int | None] = [None] * calls
-        self._cached = [0] * calls
-        self._prefilled = [0] * calls
-        self._preemptions = [0] * calls
+        self._arrival_s = array("d", [nan]) * calls
+        self._scheduled_s = array("d", [nan]) * calls
+        self._first_token_s = array("d", [nan]) * calls
+        self._last_token_s = array("d", [nan]) * calls
+        self._cached = array("q", [0]) * calls
+        self._prefilled = array("q", [0]) * calls
+        self._preemptions = array("q", [0]) * calls
         self._refusals: dict[int, str] = {}
         self._interrupted: dict[int, int] = {}  # call -> time of the last token before a preemption
         self._gaps_fs: list[int] = []
@@ -47,11 +47,11 @@ class Recorder:
         self._rows = array("q")  # the integer columns of Stretches, row by row
 
     def arrived(self, call: int, replica: int, now: int) -> None:
-        self._arrival[call] = now
+        self._arrival_s[call] = now / FS_PER_S
         self._replica[call] = replica
 
     def refused(self, call: int, reason: str, now: int) -> None:
-        self._arrival[call] = now
+        self._arrival_s[call] = now / FS_PER_S
         self._refusals[call] = reason
 
     def timed_out(self, call: int) -> None:
@@ -76,8 +76,8 @@ class Recorder:
             if sequence.generated > 0:
                 self._interrupted.setdefault(sequence.call, now)
         for sequence in step.admitted:
-            if self._scheduled[sequence.call] is None:
-                self._scheduled[sequence.call] = now
+            if isnan(self._scheduled_s[sequence.call]):
+                self._scheduled_s[sequence.call] = now / FS_PER_S
                 self._cached[sequence.call] = sequence.computed
             self._prefilled[sequence.call] += sequence.prompt_tokens - sequence.computed
 
@@ -85,8 +85,10 @@ class Recorder:
         self, replica: int, state: State, step: Step, now: int, steps: int, first_fs: int, growth_fs: int
     ) -> None:
         decoding = state.decoding
-        prefill_tokens = sum(chunk.tokens for _, chunk in step.chunks)
-        held = sum(sequence.prompt_tokens for sequence, _ in step.chunks)
+        prefill_tokens = held = 0
+        for sequence, chunk in step.chunks:
+            prefill_tokens += chunk.tokens
+            held += sequence.prompt_tokens
         if state.prefilling is not None and not step.chunks:
             held += state.prefilling.prompt_tokens
         pairs = steps * (steps - 1) // 2
@@ -116,25 +118,25 @@ class Recorder:
 
     def prompt_ended(self, call: int, now: int) -> None:
         """A prompt gives a token: the first one, or the first after a preemption."""
-        if self._first_token[call] is None:
-            self._first_token[call] = now
+        if isnan(self._first_token_s[call]):
+            self._first_token_s[call] = now / FS_PER_S
         elif call in self._interrupted:
             self._gaps_fs.append(now - self._interrupted.pop(call))
 
     def completed(self, call: int, now: int) -> None:
-        self._last_token[call] = now
+        self._last_token_s[call] = now / FS_PER_S
 
     def finish(
         self,
         scenario: Scenario,
         states: Sequence[State],
         unknown_waits: int,
-        wait_before_fs: list[int | None],
+        wait_before_s: array[float],
     ) -> Run:
         """Columns of everything taken down, with the totals and the assumptions of the run."""
         trace = self._trace
         outcome = np.full(len(trace), OUTCOMES.index("failed"), np.int8)
-        last_token_s = _seconds(self._last_token)
+        last_token_s = np.array(self._last_token_s)
         outcome[~np.isnan(last_token_s)] = OUTCOMES.index("completed")
         outcome[list(self._refusals)] = OUTCOMES.index("rejected")
         outcome[self._timed_out] = OUTCOMES.index("timed_out")
@@ -144,16 +146,16 @@ class Recorder:
             session_id=trace.session_id,
             input_tokens=trace.input_tokens,
             output_tokens=np.where(done, np.maximum(trace.output_tokens, 1), 0),
-            arrival_s=_seconds(self._arrival),
-            scheduled_s=_seconds(self._scheduled),
-            first_token_s=_seconds(self._first_token),
+            arrival_s=np.array(self._arrival_s),
+            scheduled_s=np.array(self._scheduled_s),
+            first_token_s=np.array(self._first_token_s),
             last_token_s=last_token_s,
             cached_tokens=np.array(self._cached, np.int64),
             prefilled_tokens=np.array(self._prefilled, np.int64),
             preemptions=np.array(self._preemptions, np.int64),
             outcome=outcome,
             replica=np.array(self._replica, np.int64),
-            wait_before_s=_seconds(wait_before_fs),
+            wait_before_s=np.array(wait_before_s),
             wait_kind=trace.wait_kind,
         )
         makespan_s = 0.0
@@ -181,10 +183,15 @@ class Recorder:
         )
 
     def _stretches(self) -> Stretches:
-        rows = np.array(self._rows, np.int64).reshape(-1, 9)
-        # replica by replica, so that sums over steps do not depend on how stretches of replicas interleave
-        order = np.argsort(rows[:, -1], kind="stable")
-        return Stretches(np.array(self._starts_s, np.float64)[order], *rows[order].T)
+        rows = (
+            np.frombuffer(self._rows, np.int64).reshape(-1, 9) if self._rows else np.empty((0, 9), np.int64)
+        )
+        starts_s = np.array(self._starts_s, np.float64)
+        if rows[:, -1].any():
+            # replica by replica, so that sums over steps do not depend on how stretches of replicas interleave
+            order = np.argsort(rows[:, -1], kind="stable")
+            starts_s, rows = starts_s[order], rows[order]
+        return Stretches(starts_s, *rows.T)
 
     def _kv(
         self, scenario: Scenario, states: Sequence[State], calls: Calls, makespan_s: float
@@ -240,10 +247,6 @@ class Recorder:
         if scenario.cost.model.linear_layers and scenario.prefix_caching:
             notes.append("prefix hits assume that recurrent state can be restored at any block, at no cost")
         return tuple(notes)
-
-
-def _seconds(times_fs: list[int | None]) -> Floats:
-    return np.array([float("nan") if fs is None else fs / FS_PER_S for fs in times_fs], np.float64)
 
 
 def _counted(names: list[str]) -> dict[str, int]:

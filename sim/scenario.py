@@ -82,4 +82,4 @@ def run(scenario: Scenario) -> Run:
         clock.process(engine.serve())
     clock.run()
     states = [engine.state for engine in engines]
-    return recorder.finish(scenario, states, sessions.unknown_waits, sessions.wait_before_fs)
+    return recorder.finish(scenario, states, sessions.unknown_waits, sessions.wait_before_s)

@@ -126,7 +126,7 @@ def next_step(state: State, now: int) -> Step:
     pool, decoding = state.pool, state.decoding
     preempted: list[Sequence] = []
     moved_units = 0
-    growth = decoding.units_in(1)
+    growth = decoding.units_at(1)
     while growth > pool.available_units():
         if state.holds:
             release_oldest_hold(state, now)
@@ -136,7 +136,7 @@ def next_step(state: State, now: int) -> Step:
         youngest, units = _preempt(state, now)
         preempted.append(youngest)
         moved_units += units
-        growth = decoding.units_in(1)
+        growth = decoding.units_at(1)
     pool.take(growth)
 
     budget = state.limits.max_num_batched_tokens - decoding.count

@@ -6,6 +6,7 @@ session as it does in life. Waits that the trace does not know are replayed as 0
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,13 +55,13 @@ class Sessions:
                 "arrivals; give --concurrency N for N live sessions"
             )
         self.unknown_waits = 0
-        self.wait_before_fs: list[int | None] = [None] * len(trace)
+        self.wait_before_s = array("d", [float("nan")]) * len(trace)
         self._clock = clock
         self._arrive = arrive
         self._load = load
         self._parents_left = [0] * len(trace)
         self._ready_fs = [0] * len(trace)
-        self._children: list[list[tuple[int, int]]] = [[] for _ in range(len(trace))]
+        self._children: dict[int, list[tuple[int, int]]] = {}
         if not load.open_loop:
             self._link(trace)
         self._roots = [call for call, parents in enumerate(self._parents_left) if parents == 0]
@@ -92,11 +93,11 @@ class Sessions:
 
     def _end_one(self, call: int) -> None:
         now = self._clock.now_fs
-        for child, wait_fs in self._children[call]:
+        for child, wait_fs in self._children.get(call, ()):
             self._parents_left[child] -= 1
             if now + wait_fs >= self._ready_fs[child]:
                 self._ready_fs[child] = now + wait_fs
-                self.wait_before_fs[child] = wait_fs
+                self.wait_before_s[child] = wait_fs / FS_PER_S
             if self._parents_left[child] == 0:
                 self._at(max(self._ready_fs[child], now), [child])
         session = self._session_of[call]
@@ -148,7 +149,7 @@ class Sessions:
         for child, parent, wait_fs in zip(
             trace.edge_child.tolist(), trace.edge_parent.tolist(), waits_fs, strict=True
         ):
-            self._children[parent].append((child, wait_fs))
+            self._children.setdefault(parent, []).append((child, wait_fs))
             self._parents_left[child] += 1
 
     def _rotate(self, by: int) -> None:
@@ -162,24 +163,23 @@ class Sessions:
         self._session_roots = self._session_roots[turn:] + self._session_roots[:turn]
         self._roots.sort(key=lambda root: (self._offset_fs[root], root))
 
-    def _group(self, trace: Trace) -> tuple[list[int], list[list[int]], list[int]]:
+    def _group(self, trace: Trace) -> tuple[array[int], list[tuple[int, ...]], array[int]]:
         """Sessions in order of their first call; a single-shot call is a session of its own."""
-        session_of: list[int] = []
-        roots: list[list[int]] = []
-        calls: list[int] = []
+        session_of, calls = array("q"), array("q")
+        roots: list[tuple[int, ...]] = []
         known: dict[int, int] = {}
         for call, session_id in enumerate(trace.session_id.tolist()):
             session = known.get(session_id, -1) if session_id >= 0 else -1
             if session < 0:
                 session = len(calls)
                 calls.append(0)
-                roots.append([])
+                roots.append(())
                 if session_id >= 0:
                     known[session_id] = session
             session_of.append(session)
             calls[session] += 1
             if self._parents_left[call] == 0:
-                roots[session].append(call)
+                roots[session] += (call,)
         if not all(roots):
             raise ConfigError(
                 f"{trace.meta.source}: every session needs a call without parents to start with"
