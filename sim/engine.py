@@ -119,9 +119,11 @@ class Engine:
         while True:
             if not state.running and not state.waiting:
                 self._idle = clock.event()
+                since = clock.now_fs
                 yield self._idle
                 self._idle = None
                 recorder.account(self._index, state, clock.now_fs)
+                self._moved_units = max(0, self._moved_units - self._units_moved_in(clock.now_fs - since))
                 yield StepEnd(clock, 0)
                 continue
             now = clock.now_fs
@@ -209,6 +211,12 @@ class Engine:
             free = max(0, free - taken)
             unit_time += left * (first_fs + growth_fs * step)
         self._recorder.idled(unit_time)
+
+    def _units_moved_in(self, time_fs: int) -> int:
+        """Whole units that the link to host memory carries while the engine rests."""
+        if not self._moved_units:
+            return 0
+        return int(time_fs / FS_PER_S * self._scenario.host_link_bytes_per_s / self.state.pool.unit_bytes)
 
     def _transfer_fs(self, units: int) -> int:
         """Time of units over the link to host memory."""

@@ -174,3 +174,18 @@ def test_an_interrupt_exits_130(monkeypatch):
 
 def test_version():
     assert kvfold("--version").stdout.strip() == "0.1.0"
+
+
+@pytest.mark.parametrize("blocks", ["8", "40", "400"])
+def test_a_tiny_pool_ends_with_few_words(blocks):
+    """Livelock and floods of warnings are what others met here."""
+    sample = Path(__file__).resolve().parent.parent / "traces" / "data" / "sample.jsonl"
+    result = kvfold(
+        "replay", str(sample), "--model", "qwen3-8b", "--gpu", "h200", "--num-gpu-blocks", blocks, "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stderr.splitlines()) <= 20
+    found = json.loads(result.stdout)
+    counts = found["counts"]
+    assert counts["offered"] == sum(counts[name] for name in counts if name != "offered")
+    assert found["reject_reasons"]["larger_than_kv_pool"] == counts["rejected"] > 0
