@@ -1,10 +1,21 @@
 """Spreading a coarse clock keeps the order, the ticks and every other column."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from kvfold.traces.columns import assemble
+from kvfold.traces.errors import BadTraceError
+from kvfold.traces.load import load
+from kvfold.traces.prefix import prefix_hit_token_share
 from kvfold.traces.table import Meta
-from kvfold.traces.transform import has_coarse_clock, spread_ticks
+from kvfold.traces.transform import (
+    first_of_equal_sessions,
+    has_coarse_clock,
+    keep_sessions,
+    spread_ticks,
+)
 
 
 def made(arrival_s):
@@ -38,3 +49,34 @@ def test_a_fine_clock_is_not_coarse_and_lone_arrivals_stay():
     trace = made(np.arange(0.0, 200.0))
     assert not has_coarse_clock(trace)
     assert np.array_equal(spread_ticks(trace, 1)[0].arrival_time_s, trace.arrival_time_s)
+
+
+def test_dropping_sessions_keeps_the_others_whole(random_trace):
+    trace = random_trace(200, 3, sessions=True)
+    local = replace(trace, meta=replace(trace.meta, hash_scope="session"))
+    with pytest.raises(BadTraceError, match="hash scope global"):
+        keep_sessions(trace, [0])
+    own = np.unique(local.session_id)[::2].tolist()
+    rows = np.flatnonzero(np.isin(local.session_id, own))
+    kept, text = keep_sessions(local, own)
+    assert f"{len(rows):,} calls" in text
+    assert kept.meta.rows_read == kept.meta.rows_kept + sum(kept.meta.drops.values())
+    assert kept.input_tokens.tolist() == local.input_tokens[rows].tolist()
+    assert kept.tool_names == [local.tool_names[row] for row in rows]
+    back = dict(enumerate(rows.tolist()))
+    for child, parent in zip(kept.edge_child.tolist(), kept.edge_parent.tolist(), strict=True):
+        pairs = zip(local.edge_child.tolist(), local.edge_parent.tolist(), strict=True)
+        assert (back[child], back[parent]) in set(pairs)
+
+
+def test_the_repeats_of_the_weka_archive_are_18(shared_data):
+    archive = shared_data / "traces" / "weka-claude-code-traces" / "all710_original.tar.xz"
+    trace = load(archive)
+    own = first_of_equal_sessions(trace)
+    assert len(own) == 710 - 18
+    kept, _ = keep_sessions(trace, own)
+    assert len(np.unique(kept.session_id)) == 692
+    assert prefix_hit_token_share(kept) == pytest.approx(0.963, abs=0.002)
+    # chains still lead to the same number of blocks
+    whole = (trace.shared_blocks + trace.new_blocks)[np.isin(trace.session_id, own)]
+    assert np.array_equal(kept.shared_blocks + kept.new_blocks, whole)

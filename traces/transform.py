@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
+from kvfold.traces.errors import BadTraceError
 from kvfold.traces.table import Trace
 
 
@@ -35,3 +38,54 @@ def spread_ticks(trace: Trace, seed: int) -> tuple[Trace, str]:
         f"their tick (seed {seed})"
     )
     return replace(trace, arrival_time_s=arrival_s + offsets * lengths_s[tick_of]), text
+
+
+def keep_sessions(trace: Trace, sessions: Collection[int]) -> tuple[Trace, str]:
+    """Only the calls of these sessions, with one line that says what went.
+
+    Raises BadTraceError where calls of different sessions share prefixes (hash scope `global`): dropping a session
+    would take the beginning of other chains with it.
+    """
+    if trace.meta.hash_scope == "global":
+        raise BadTraceError(
+            "sessions can be dropped only where they share no prefix ids, got hash scope global",
+            trace.meta.source,
+        )
+    kept = np.isin(trace.session_id, np.fromiter(sessions, np.int64, len(sessions)))
+    rows = np.flatnonzero(kept)
+    row_of = np.full(len(trace) + 1, -1, np.int64)  # the last entry maps -1 (none) to itself
+    row_of[rows] = np.arange(len(rows))
+    edges = kept[trace.edge_child]
+    columns: dict[str, Any] = {}
+    for column in fields(trace):
+        values = getattr(trace, column.name)
+        if isinstance(values, list):
+            columns[column.name] = [values[row] for row in rows.tolist()]
+        elif column.name.startswith("edge_"):
+            columns[column.name] = values[edges]
+        elif column.name not in ("meta", "block_ids"):
+            columns[column.name] = values[rows]
+    for name in ("parent_request_id", "shared_parent", "edge_child", "edge_parent"):
+        columns[name] = row_of[columns[name]]
+    dropped = len(trace) - len(rows)
+    text = f"kept {len(sessions):,} sessions with {len(rows):,} calls, dropped {dropped:,} calls of others"
+    meta = replace(
+        trace.meta,
+        rows_kept=len(rows),
+        drops=trace.meta.drops | {"session_not_kept": dropped},
+        warnings=(*trace.meta.warnings, text),
+    )
+    return replace(trace, meta=meta, **columns), text
+
+
+def first_of_equal_sessions(trace: Trace) -> list[int]:
+    """Sessions without those that repeat an earlier one's prompts and outputs, call for call."""
+    calls: dict[int, list[tuple[int, int]]] = {}
+    for session, prompt, output in zip(
+        trace.session_id.tolist(), trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True
+    ):
+        calls.setdefault(session, []).append((prompt, output))
+    seen: dict[tuple[tuple[int, int], ...], int] = {}
+    for session, sequence in calls.items():
+        seen.setdefault(tuple(sequence), session)
+    return sorted(seen.values())
