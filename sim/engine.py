@@ -154,6 +154,9 @@ class Engine:
         return None
 
     def _free_slots(self) -> int:
+        """Calls of the queue that the next step may admit: none while its head waits for the pool."""
+        if self.state.waits_for_pool and self.state.waiting:
+            return 0
         return self._scenario.limits.max_num_seqs - len(self.state.running)
 
     def _on_timeout(self, event: Any) -> None:

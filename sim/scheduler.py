@@ -99,6 +99,7 @@ class State:
     holds: dict[int, Hold] = field(default_factory=dict)  # ended call -> what is held, oldest first
     prefilling: Sequence | None = None  # the one whose prompt did not fit into the last step
     admissions: int = 0
+    waits_for_pool: bool = False  # the head of the queue did not fit into the pool, whatever slots were free
     held_unit_time: int = 0  # units x femtoseconds of all holds that have ended
     forced_releases: int = (
         0  # holds given up because a running sequence or the only waiting call needed the room
@@ -152,8 +153,10 @@ def next_step(state: State, now: int) -> Step:
             release_oldest_hold(state, now)  # or nothing would ever run again
             continue
         if sequence is None:
+            state.waits_for_pool = len(state.running) < state.limits.max_num_seqs
             blocked = True
             break
+        state.waits_for_pool = False
         admitted.append(sequence)
         if head.host_tokens:
             units = pool.blocks(head.host_tokens)

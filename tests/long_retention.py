@@ -1,8 +1,8 @@
 """What a KV format and a retention policy buy an agent fleet: WEKA sessions at one fixed KV budget.
 
-A person starts it: `python tests/long_retention.py PATH/all710_original.tar.xz [--out FILE.csv]`. 64 live sessions in
-file order, a finished one replaced by the next, sub-agents included, repeats left out; about 8 s a replay. The table of
-the last run is in docs/retention.md.
+A person starts it: `python tests/long_retention.py PATH/all710_original.tar.xz --out FILE.csv`. 64 live sessions
+in file order, a finished one replaced by the next, sub-agents included, repeats left out; about 8 s a replay. The
+table of the last run is in docs/retention.md.
 """
 
 import argparse
@@ -32,7 +32,7 @@ LIVE_SESSIONS = 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("archive")
-    parser.add_argument("--out", default="-")
+    parser.add_argument("--out", required=True)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--policies", default=",".join(POLICIES))
     options = parser.parse_args()
@@ -52,8 +52,7 @@ def main() -> None:
             for policy in options.policies.split(","):
                 rows.append(replay(deployment, used, name, policy, context))
                 print(rows[-1], file=sys.stderr)
-    file = sys.stdout if options.out == "-" else open(options.out, "w", encoding="utf-8", newline="")
-    with file:
+    with open(options.out, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)

@@ -297,24 +297,6 @@ def test_unknown_waits_and_silent_calls_are_said():
     assert "1 calls without output" in notes
 
 
-def test_md1_queue_against_pollaczek_khinchine():
-    """One sequence at a time, equal requests of one step: M/D/1, W_q = rho s / (2 (1 - rho))."""
-    cost = scenario(calls_of((0.0, 16, 1))).cost
-    service_s = (cost.base_fs(0, 16, 1) + cost.chunk_fs(Chunk(16, 0, True))) / FS_PER_S
-    waits = []
-    rho, customers = 0.7, 20_000
-    for seed in range(6):
-        gaps = np.random.default_rng(seed).exponential(service_s / rho, customers)
-        trace = calls_of(*[(at, 16, 1) for at in np.cumsum(gaps).tolist()])
-        calls = run(scenario(trace, limits=Limits(1, 2048))).calls
-        waits.append((calls.scheduled_s - calls.arrival_s)[customers // 10 :].mean())
-    expected_s = rho * service_s / (2 * (1 - rho))
-    # 99 % interval of the mean over 6 independent runs: t(5) = 4.03
-    half_width = 4.03 * np.std(waits, ddof=1) / np.sqrt(len(waits))
-    assert half_width < 0.1 * expected_s
-    assert np.mean(waits) == pytest.approx(expected_s, abs=half_width)
-
-
 def test_littles_law():
     rng = np.random.default_rng(2)
     rows = [

@@ -259,3 +259,20 @@ def test_sessions_first_lets_later_calls_overtake():
     # the later call arrives while the second session runs, and is the next to go
     assert orders["fcfs"].argmax() == 1
     assert orders["sessions-first"].argsort().tolist()[:3] == [0, 2, 1]
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 256])
+def test_a_bounded_queue_is_bounded_also_where_the_pool_is_what_calls_wait_for(max_num_seqs):
+    rows = 200
+    trace = assemble(
+        Meta("made", "made", "", "s", rows_read=rows, rows_kept=rows),
+        {
+            "input_tokens": [2000] * rows,
+            "output_tokens": [300] * rows,
+            "arrival_time_s": [0.001 * row for row in range(rows)],
+        },
+    )
+    limits = Limits(max_num_seqs=max_num_seqs, max_queue=3)
+    result = run(scenario(trace, kv_budget_bytes=700 * 2**20, limits=limits))
+    assert result.stretches.waiting.max() <= 3
+    assert result.reject_reasons["queue_full"] > 150
