@@ -23,6 +23,7 @@ from kvfold.sim.scheduler import (
     end_prompt,
     enqueue,
     next_step,
+    queue_is_full,
     release,
     release_hold,
 )
@@ -144,20 +145,13 @@ class Engine:
 
     def _refusal(self, call: int) -> str | None:
         tokens = self._input_tokens[call] + self._output_tokens[call]
-        limit = self._scenario.limits.max_queue
         if tokens > self._scenario.max_context_tokens:
             return "longer_than_model_context"
         if not self.state.pool.fits_alone(tokens):
             return "larger_than_kv_pool"
-        if limit is not None and len(self.state.waiting) >= limit + self._free_slots():
+        if queue_is_full(self.state, self._input_tokens[call]):
             return "queue_full"
         return None
-
-    def _free_slots(self) -> int:
-        """Calls of the queue that the next step may admit: none while its head waits for the pool."""
-        if self.state.waits_for_pool and self.state.waiting:
-            return 0
-        return self._scenario.limits.max_num_seqs - len(self.state.running)
 
     def _on_timeout(self, event: Any) -> None:
         """Give up on a call that still waits for its first admission."""

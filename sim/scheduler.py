@@ -99,7 +99,6 @@ class State:
     holds: dict[int, Hold] = field(default_factory=dict)  # ended call -> what is held, oldest first
     prefilling: Sequence | None = None  # the one whose prompt did not fit into the last step
     admissions: int = 0
-    waits_for_pool: bool = False  # the head of the queue did not fit into the pool, whatever slots were free
     held_unit_time: int = 0  # units x femtoseconds of all holds that have ended
     forced_releases: int = (
         0  # holds given up because a running sequence or the only waiting call needed the room
@@ -153,10 +152,8 @@ def next_step(state: State, now: int) -> Step:
             release_oldest_hold(state, now)  # or nothing would ever run again
             continue
         if sequence is None:
-            state.waits_for_pool = len(state.running) < state.limits.max_num_seqs
             blocked = True
             break
-        state.waits_for_pool = False
         admitted.append(sequence)
         if head.host_tokens:
             units = pool.blocks(head.host_tokens)
@@ -174,6 +171,25 @@ def enqueue(state: State, waiting: Waiting) -> None:
         while position and state.waiting[position - 1].first:
             position -= 1
     state.waiting.insert(position, waiting)
+
+
+def queue_is_full(state: State, prompt_tokens: int) -> bool:
+    """Whether a new call would wait behind `max_queue` calls that neither a free slot nor the pool lets in now.
+
+    Prefix hits are left out of account, so a call may be counted as waiting that will just fit.
+    """
+    if state.limits.max_queue is None:
+        return False
+    slots = state.limits.max_num_seqs - len(state.running)
+    left = len(state.waiting)
+    units = 0
+    prompts = [*(waiting.input_tokens + waiting.generated for waiting in state.waiting), prompt_tokens]
+    for sequences, tokens in enumerate(prompts, start=1):
+        units += state.pool.blocks(tokens)
+        if sequences > slots or units > state.pool.available_units(sequences):
+            return left >= state.limits.max_queue
+        left -= 1
+    return False
 
 
 def release_hold(state: State, call: int, now: int) -> int:
