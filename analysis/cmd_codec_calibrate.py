@@ -58,6 +58,7 @@ def calibrate(
     RoPE moves the exponents of keys with position. Keys of 0..2047 rotated to later positions show where they
     will lie there, so that no long text is needed.
     """
+    from kvfold.analysis.cmd_codec_pack import writing
     from kvfold.codec.arrays import load_patterns, save_bytes
     from kvfold.codec.calibration import Table, dump, rotated_copies, windows_from
     from kvfold.codec.errors import BadArrayError
@@ -92,7 +93,8 @@ def calibrate(
     written = {table.name for table in tables}
     kept = [other for other in load_tables(out) if other.name not in written] if add and out.exists() else []
     held = sorted([*kept, *tables], key=lambda table: table.name)
-    save_bytes(out, dump(held).encode())
+    with writing(out):
+        save_bytes(out, dump(held).encode())
     _print(out, tables, len(held), as_json)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +11,8 @@ import typer
 from kvfold.analysis.cmd_codec_verify import EXIT_BITS_DIFFER
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from kvfold.codec.formats import Format
@@ -46,14 +49,16 @@ def pack(
     from kvfold.analysis.cmd_codec_calibrate import load_table
     from kvfold.codec.arrays import load_values, save_bytes
     from kvfold.codec.container import read, write
+    from kvfold.codec.names import name_for
 
     values = load_values(file, head_axis)
-    kv_format = format_like(format_name, values)
+    kv_format = format_like(name_for(format_name, kind), values)
     windows = load_table(calibration, layer, kind, format_name).windows if calibration else None
     packed = _pack(file, values, kv_format, windows, block_tokens)
     data = write(packed, format_name, kind)
     check_same(file, format_name, kv_format.stored(values), kv_format.decode(read(data).packed))
-    save_bytes(out, data)
+    with writing(out):
+        save_bytes(out, data)
     raw_bytes = values.nbytes
     _report(
         {
@@ -82,6 +87,7 @@ def unpack(
     as_json: _Json = False,
 ) -> None:
     """Unpack a container to .npy: BF16 as uint16, FP8 as uint8. Every checksum is verified first."""
+    from kvfold.codec import container
     from kvfold.codec.arrays import save_values
     from kvfold.codec.errors import BadArrayError, CorruptDataError
 
@@ -90,38 +96,28 @@ def unpack(
     except OSError as error:
         raise BadArrayError(f"{file}: cannot be read: {error.strerror}") from None
     try:
-        values, about = _unpack(data, widen)
+        contents = container.read(data)
+        values = container.decode(contents, widen)
     except CorruptDataError as error:
         raise CorruptDataError(f"{file}: {error}") from None
-    save_values(out, values)
+    with writing(out):
+        save_values(out, values)
     _report(
-        about | {"file": str(file), "out": str(out), "values": values.size, "dtype": str(values.dtype)},
-        f"{out}: {values.size:,} values {list(values.shape)} as {values.dtype} from {about['format']}; "
+        {
+            "file": str(file),
+            "out": str(out),
+            "format": contents.format_name,
+            "kind": contents.kind,
+            "block_tokens": contents.packed.block_tokens,
+            "scale": contents.packed.scale,
+            "shape": list(values.shape),
+            "values": values.size,
+            "dtype": str(values.dtype),
+        },
+        f"{out}: {values.size:,} values {list(values.shape)} as {values.dtype} from {contents.format_name}; "
         f"every checksum is right.",
         as_json,
     )
-
-
-def _unpack(data: bytes, widen: bool) -> tuple[NDArray[Any], dict[str, Any]]:
-    from kvfold.codec import container
-    from kvfold.codec.errors import CorruptDataError
-    from kvfold.codec.names import find_fp8
-
-    contents = container.read(data)
-    packed = contents.packed
-    about = {
-        "format": contents.format_name,
-        "kind": contents.kind,
-        "block_tokens": packed.block_tokens,
-        "scale": packed.scale,
-        "shape": list(packed.shape),
-    }
-    if packed.tail.dtype == "uint8" and not widen:
-        try:
-            return find_fp8(contents.format_name).decode(packed), about
-        except ValueError as error:
-            raise CorruptDataError(str(error), contents.pages_at) from None
-    return container.unpack(data), about
 
 
 def format_like(format_name: str, values: NDArray[Any]) -> Format:
@@ -145,6 +141,17 @@ def _pack(
         return kv_format.encode(values, windows, block_tokens or kv_format.block_tokens)
     except ValueError as error:
         raise BadArrayError(f"{file}: {error}") from None
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """A file that cannot be written is a wrong --out."""
+    from kvfold.sim.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror}); give another --out") from None
 
 
 def check_same(file: Path, format_name: str, expected: NDArray[Any], actual: NDArray[Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import resources
 
 from kvfold.codec.sizes import FormatSizes, load_sizes
+from kvfold.sim.costs import CostTable, load_costs
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import GpuSpec, load_gpu
 from kvfold.sim.memory import MemoryBudget, kv_budget
@@ -26,6 +28,8 @@ class Deployment:
     kv_budget_bytes: int | None
     num_gpu_blocks: int | None
     max_num_seqs: int
+    costs: CostTable | None
+    strict_costs: bool
 
     def budget(self, sizes: FormatSizes) -> MemoryBudget:
         """Raises DoesNotFitError when the weights or one unit of KV do not fit."""
@@ -42,7 +46,7 @@ class Deployment:
         )
 
     def cost(self, sizes: FormatSizes) -> StepCost:
-        return step_cost(self.model, self.gpu, sizes, self.weights, self.tp)
+        return step_cost(self.model, self.gpu, sizes, self.weights, self.tp, self.costs, self.strict_costs)
 
 
 def deploy(
@@ -60,10 +64,12 @@ def deploy(
 ) -> Deployment:
     """Look up model and GPU by name or path; raises ConfigError for what does not exist or breaks a rule.
 
-    `strict_costs` accepts measured and interpolated costs alone, and refuses a GPU without a cost table.
+    `strict_costs` accepts measured and interpolated attention and linear layers alone, and so refuses a GPU
+    without a cost table.
     """
     found_gpu = load_gpu(gpu)
-    if strict_costs:
+    costs = cost_table(found_gpu.name)
+    if strict_costs and costs is None:
         raise ConfigError(
             f"--strict-costs needs a measured cost table for {found_gpu.name}, and there is none: "
             "its step costs are modelled from datasheet figures; leave --strict-costs out to use them"
@@ -79,7 +85,18 @@ def deploy(
         kv_budget_bytes=kv_budget_bytes,
         num_gpu_blocks=num_gpu_blocks,
         max_num_seqs=max_num_seqs,
+        costs=costs,
+        strict_costs=strict_costs,
     )
+
+
+def cost_table(gpu_name: str) -> CostTable | None:
+    """The measured costs that come with the program for this GPU, None where it was not measured."""
+    file = resources.files("kvfold.kernels").joinpath(f"data/costs_{gpu_name}.csv")
+    if not file.is_file():
+        return None
+    with resources.as_file(file) as path:
+        return load_costs(path)
 
 
 def format_sizes(name: str) -> FormatSizes:

@@ -263,10 +263,16 @@ def _per_token(of: Run) -> float | None:
 
 
 def _limits(question: Question) -> list[str]:
-    gpu = question.deployment.gpu
+    gpu, costs = question.deployment.gpu, question.deployment.costs
+    modelled = (
+        f"modelled from datasheet figures at {gpu.bandwidth_efficiency:g} of the bandwidth and "
+        f"{gpu.compute_efficiency:g} of the FLOP/s"
+    )
     limits = [
-        f"no cost table was measured for {gpu.name}: every step time is modelled from datasheet figures "
-        f"at {gpu.bandwidth_efficiency:g} of the bandwidth and {gpu.compute_efficiency:g} of the FLOP/s",
+        f"no cost table was measured for {gpu.name}: every step time is {modelled}"
+        if costs is None
+        else f"attention of {', '.join(costs.attend)} and linear layers in {', '.join(costs.linear)} come from "
+        f"{costs.source}; every other term is {modelled}",
         "block sizes of a packed format are means of measured blocks, not drawn block by block",
         "KV of generated tokens is shared with a later call only as far as the trace's own hashes say so",
         "differences below a few percent are finer than the cost model; compare signs and orders",

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from kvfold.sim.step import StepCost
 
 #: Rows of the step table that are attention; the raw tails are read by it too.
-ATTENTION = ("attention: KV read", "attention: decode work", "attention: windows", "raw tails")
+ATTENTION = (
+    "attention: kernel",
+    "attention: KV read",
+    "attention: decode work",
+    "attention: windows",
+    "raw tails",
+)
 BATCHES = (1, 4, 8, 32, 128, 256)
 CONTEXTS = tuple(1024 * 2**power for power in range(8))  # 1K .. 128K
 

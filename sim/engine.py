@@ -174,17 +174,25 @@ class Engine:
             ending += chunk.last
             chunks_fs += cost.chunk_fs(chunk)
         first_fs = cost.base_fs(decoding.count, prompt_tokens, ending) + chunks_fs
-        first_fs += cost.kv_token_fs * decoding.kv_tokens + cost.window_token_fs * decoding.window_tokens
+        first_fs += cost.window_token_fs * decoding.window_tokens
+        token_fs, until_tokens = 0, None
+        if decoding.count:
+            attention = cost.attention(decoding.count, decoding.kv_tokens)
+            token_fs, until_tokens = attention.token_fs, attention.until_tokens
+            first_fs += attention.base_fs + token_fs * decoding.kv_tokens
+            self._recorder.attended(attention.origin)
         if step.moved_units:
             first_fs = max(first_fs, self._transfer_fs(step.moved_units))
         most = self._like_steps(step)
         if most == 1:
             return 1, first_fs, 0
-        growth_fs = cost.kv_token_fs * decoding.count + cost.window_token_fs * decoding.growing_windows
+        growth_fs = token_fs * decoding.count + cost.window_token_fs * decoding.growing_windows
         if step.chunks:
             growth_fs += cost.history_token_fs(prompt_tokens) * prompt_tokens
         taken = decoding.units_at(1)
         if decoding.count:
+            if until_tokens is not None:
+                most = min(most, (until_tokens - decoding.kv_tokens) // decoding.count + 1)
             most = decoding.steps_within(state.pool.available_units() + taken, most)
         if self._always_cut or not step.blocked:
             most = self._steps_until_event(first_fs, growth_fs, most)

@@ -41,6 +41,8 @@ class Recorder:
         self._sequence_time = 0
         self._peak_bytes = [0] * replicas
         self._accounted_fs = [0] * replicas
+        self._origin = ""
+        self._origin_fs: dict[str, int] = {}
         self._idle_unit_time = 0  # cached units that no live sequence pins x femtoseconds
         self._host_unit_time = 0
         self._starts_s = array("d")
@@ -70,6 +72,10 @@ class Recorder:
         """Cached units x femtoseconds besides what `account` sees at the end of a stretch."""
         self._idle_unit_time += unit_time
 
+    def attended(self, origin: str) -> None:
+        """Where the cost of the attention of the next steps comes from."""
+        self._origin = origin
+
     def scheduled(self, step: Step, now: int) -> None:
         for sequence in step.preempted:
             self._preemptions[sequence.call] += 1
@@ -95,6 +101,8 @@ class Recorder:
         duration_fs = steps * first_fs + growth_fs * pairs
         squares = (steps - 1) * steps * (2 * steps - 1) // 6
         self._busy_fs += duration_fs
+        if decoding.count:
+            self._origin_fs[self._origin] = self._origin_fs.get(self._origin, 0) + duration_fs
         # sum over steps j of (kv + held + count j) (first + growth j)
         self._token_time += (decoding.kv_tokens + held) * duration_fs
         self._token_time += decoding.count * (first_fs * pairs + growth_fs * squares)
@@ -176,6 +184,7 @@ class Recorder:
             reject_reasons=_counted(list(self._refusals.values())),
             kv=self._kv(scenario, states, calls, makespan_s),
             busy_s=busy_s,
+            attention_origin_s={name: fs / FS_PER_S for name, fs in sorted(self._origin_fs.items())},
             energy_j=energy_j,
             energy_origin=energy_origin,
             idle_energy_j=idle_energy_j,

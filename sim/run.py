@@ -79,6 +79,7 @@ class Run:
     reject_reasons: dict[str, int]
     kv: dict[str, float]
     busy_s: float
+    attention_origin_s: dict[str, float]  # time of steps with decoding, by origin of the attention's cost
     energy_j: float
     energy_origin: str
     idle_energy_j: float

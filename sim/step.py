@@ -3,16 +3,21 @@
 Integers make the coalesced and the stepwise simulation agree bit for bit: within a run of equal steps the cost
 grows linearly, so the sum of k steps has a closed form without rounding.
 
-Every term here is `modelled`: bytes over datasheet bandwidth, or operations over datasheet FLOP/s, each times the
-one efficiency of the GPU profile (sim/data/gpus.toml). No constant is fitted to a run.
+Decode attention and linear layers come from a measured cost table where there is one for the GPU. Every other
+term is `modelled`: bytes over datasheet bandwidth, or operations over datasheet FLOP/s, each times the one
+efficiency of the GPU profile (sim/data/gpus.toml). No constant is fitted to a run.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvfold.sim.costs import CostTable, Segment
+from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import require
+from kvfold.sim.model import WEIGHT_BYTES
 from kvfold.sim.run import FS_PER_S
 
 if TYPE_CHECKING:
@@ -85,22 +90,54 @@ class StepCost:
     unpack_token_fs: int
     _bandwidth: float
     _flops: float
+    costs: CostTable | None = None
+    strict: bool = (
+        False  # raise ConfigError rather than use attention or linear layers that were not measured
+    )
     _bases: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    _segments: dict[int, tuple[list[int], list[Segment]]] = field(default_factory=dict)
 
     def decode_fs(self, sequences: int, kv_tokens: int, window_tokens: int) -> int:
         """A step in which `sequences` sequences with `kv_tokens` context tokens in all gain one token each."""
+        attention = self.attention(sequences, kv_tokens)
         return (
             self.base_fs(sequences, 0, 0)
-            + self.kv_token_fs * kv_tokens
+            + attention.base_fs
+            + attention.token_fs * kv_tokens
             + self.window_token_fs * window_tokens
         )
+
+    def attention(self, sequences: int, kv_tokens: int) -> Segment:
+        """Attention over what grows with the context: measured where there is a table, else modelled."""
+        table = self.costs.attend.get(self.sizes.name) if self.costs else None
+        if table is None or not self.model.full_layers:
+            self._refuse(f"attention over {self.sizes.name}", "modelled")
+            return Segment(0, self.kv_token_fs, None, "modelled")
+        if sequences not in self._segments:
+            model = self.model
+            elements = model.kv_elements_per_token(self.tp)
+            layers = elements / (2 * table.kv_heads * table.head_dim)
+            shape = (model.q_heads // self.tp, max(1, model.kv_heads // self.tp), model.head_dim)
+            same = shape == (table.q_heads, table.kv_heads, table.head_dim) and not model.mla_layers
+            self._segments[sequences] = table.segments(sequences, layers, same)
+        starts, segments = self._segments[sequences]
+        found = segments[bisect_right(starts, kv_tokens) - 1]
+        self._refuse(f"attention of {sequences} sequences with {kv_tokens} KV tokens in all", found.origin)
+        return found
+
+    def _refuse(self, what: str, origin: str) -> None:
+        if self.strict and origin != "interpolated":
+            raise ConfigError(
+                f"--strict-costs takes measured costs alone, and {what} is {origin} for {self.model.name} on "
+                f"{self.gpu.name}; leave the option out, or measure the point with kvfold kernels bench"
+            )
 
     def base_fs(self, sequences: int, prompt_tokens: int, ending_prompts: int) -> int:
         """What a step costs whatever the lengths of its contexts: weights, overhead, sampling, packing."""
         key = (sequences, prompt_tokens, ending_prompts)
         found = self._bases.get(key)
         if found is None:
-            found = sum(fs for _, fs, _ in self._base_terms(*key))
+            found = sum(row[1] for row in self._base_terms(*key))
             self._bases[key] = found
         return found
 
@@ -127,26 +164,32 @@ class StepCost:
         rows = self._base_terms(sequences, 0, 0)
         elements = model.kv_elements_per_token(self.tp) * kv_tokens
         read_s = elements * _read_bits(sizes) / 8 / self._bandwidth
-        work_s = elements * _work_s_per_element(self.gpu, sizes)
-        total_fs = self.kv_token_fs * kv_tokens
-        # per-token rounding is the read's: a format without decode work shows none
-        read_fs = min(_fs(read_s), total_fs) if work_s else total_fs
-        window_fs = self.window_token_fs * window_tokens
         light = self.gpu.bandwidth_efficiency
-        rows.insert(0, ("attention: KV read", read_fs, read_s * light))
-        rows.insert(1, ("attention: decode work", total_fs - read_fs, work_s * self.gpu.compute_efficiency))
+        attention = self.attention(sequences, kv_tokens)
+        total_fs = attention.base_fs + attention.token_fs * kv_tokens
+        if attention.origin == "modelled":
+            work_s = elements * _work_s_per_element(self.gpu, sizes)
+            # per-token rounding is the read's: a format without decode work shows none
+            read_fs = min(_fs(read_s), total_fs) if work_s else total_fs
+            work_light_s = work_s * self.gpu.compute_efficiency
+            rows.insert(0, ("attention: KV read", read_fs, read_s * light, "modelled"))
+            rows.insert(1, ("attention: decode work", total_fs - read_fs, work_light_s, "modelled"))
+        else:
+            rows.insert(0, ("attention: kernel", total_fs, read_s * light, attention.origin))
         if model.sliding_layers:
-            rows.insert(2, ("attention: windows", window_fs, window_fs / FS_PER_S * light))
-        return [Term(name, fs / FS_PER_S, light_s, "modelled") for name, fs, light_s in rows]
+            window_fs = self.window_token_fs * window_tokens
+            window_light_s = window_fs / FS_PER_S * light
+            rows.append(("attention: windows", window_fs, window_light_s, "modelled"))
+        return [Term(name, fs / FS_PER_S, light_s, origin) for name, fs, light_s, origin in rows]
 
     def _base_terms(
         self, sequences: int, prompt_tokens: int, ending_prompts: int
-    ) -> list[tuple[str, int, float]]:
-        """(name, femtoseconds, speed-of-light seconds) of every term that no context length enters."""
+    ) -> list[tuple[str, int, float, str]]:
+        """(name, femtoseconds, speed-of-light seconds, origin) of every term that no context length enters."""
         model, gpu, tp = self.model, self.gpu, self.tp
         tokens, sampled = sequences + prompt_tokens, sequences + ending_prompts
         weights = model.weights_bytes(self.weights, tp)
-        rows: list[tuple[str, int, float]] = []
+        rows: list[tuple[str, int, float, str]] = []
 
         def add(name: str, count_bytes: float, flops: float = 0.0) -> None:
             slower_s = max(count_bytes / self._bandwidth, flops / self._flops if flops else 0.0)
@@ -154,9 +197,13 @@ class StepCost:
                 count_bytes / gpu.bandwidth_bytes_per_s,
                 flops / require(gpu, "bf16_flops_per_s") if flops else 0.0,
             )
-            rows.append((name, _fs(slower_s), light_s))
+            rows.append((name, _fs(slower_s), light_s, "modelled"))
 
         add("linear layers", weights.dense, 2 * model.dense_params / tp * tokens)
+        measured = self._linear_us(tokens)
+        self._refuse(f"linear layers of {tokens} tokens", measured[1] if measured else "modelled")
+        if measured is not None:
+            rows[-1] = ("linear layers", _fs(measured[0] / 1e6), rows[-1][2], measured[1])
         if model.moe_layers:
             distinct = expected_experts(model.experts, model.experts_per_token, tokens)
             active = model.experts_per_token * model.expert_params * model.moe_layers / tp
@@ -177,10 +224,33 @@ class StepCost:
             layers = model.full_layers + model.sliding_layers + model.linear_layers + model.mla_layers
             moved_s = 2 * (tp - 1) / tp * tokens * model.hidden * 2 / require(gpu, "link_bytes_per_s")
             all_s = 2 * layers * (moved_s + COLLECTIVE_LATENCY_S)
-            rows.append(("collectives", _fs(all_s), 2 * layers * moved_s))
+            rows.append(("collectives", _fs(all_s), 2 * layers * moved_s, "modelled"))
         overhead_s = STEP_OVERHEAD_S + SEQUENCE_OVERHEAD_S * sampled
-        rows.append(("launch and scheduling", _fs(overhead_s), 0.0))
+        rows.append(("launch and scheduling", _fs(overhead_s), 0.0, "modelled"))
         return rows
+
+    def _linear_us(self, tokens: int) -> tuple[float, str] | None:
+        """All linear layers of a dense model from measured products of the same weight bytes; None: not measured.
+
+        Per layer QKV, output, gate and up together, and down projection; what attention does not take of the
+        layer's parameters is the MLP, a third of it per matrix.
+        """
+        model = self.model
+        table = self.costs.linear.get(self.weights) if self.costs else None
+        if table is None or not tokens or model.moe_layers or not model.full_layers or model.mla_layers:
+            return None
+        if model.linear_layers or model.sliding_layers:
+            return None
+        query = model.q_heads * model.head_dim * model.hidden
+        key_value = 2 * model.kv_heads * model.head_dim * model.hidden
+        mlp = model.dense_params // model.full_layers - 2 * query - key_value
+        per_param = float(WEIGHT_BYTES[self.weights]) / self.tp
+        parts = [
+            table.time_us(tokens, params * per_param)
+            for params in (query + key_value, query, 2 * mlp / 3, mlp / 3)
+        ]
+        origin = "interpolated" if all(part[1] == "interpolated" for part in parts) else "extrapolated"
+        return model.full_layers * sum(part[0] for part in parts), origin
 
 
 def _read_bits(sizes: FormatSizes) -> float:
@@ -205,7 +275,13 @@ def _combined_s(read_s: float, work_s: float, sizes: FormatSizes) -> float:
 
 
 def step_cost(
-    model: ModelSpec, gpu: GpuSpec, sizes: FormatSizes, weights: str = "bf16", tp: int = 1
+    model: ModelSpec,
+    gpu: GpuSpec,
+    sizes: FormatSizes,
+    weights: str = "bf16",
+    tp: int = 1,
+    costs: CostTable | None = None,
+    strict: bool = False,
 ) -> StepCost:
     """Coefficients of the step time; raises ConfigError where the GPU profile lacks a figure that they need."""
     bandwidth = gpu.bandwidth_bytes_per_s * gpu.bandwidth_efficiency
@@ -235,4 +311,6 @@ def step_cost(
         unpack_token_fs=_fs(unpack_s),
         _bandwidth=bandwidth,
         _flops=flops,
+        costs=costs,
+        strict=strict,
     )

@@ -63,6 +63,7 @@ def make_run(calls, stretches=None, gap_s=()):
         reject_reasons={},
         kv={"peak_bytes": 1e9},
         busy_s=1.0,
+        attention_origin_s={"modelled": 1.0},
         energy_j=50.0,
         energy_origin="modelled",
         idle_energy_j=7.0,

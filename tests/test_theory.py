@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvfold.codec.sizes import FormatSizes, load_sizes
+from kvfold.sim.costs import Segment
 from kvfold.sim.gpu import GpuSpec, load_gpu
 from kvfold.sim.memory import kv_budget
 from kvfold.sim.model import ModelSpec, load_model
@@ -48,11 +49,13 @@ class FlatCost:
     sizes: FormatSizes
     step_fs: int
     tp: int = 1
-    kv_token_fs: int = 0
     window_token_fs: int = 0
 
     def base_fs(self, sequences, prompt_tokens, ending_prompts):
         return self.step_fs
+
+    def attention(self, sequences, kv_tokens):
+        return Segment(0, 0, None, "modelled")
 
     def chunk_fs(self, chunk):
         return 0

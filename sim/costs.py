@@ -1,0 +1,218 @@
+"""Measured kernel times of one device, from a cost table: CSV, one row per measured point.
+
+Decode attention is linear in the total KV tokens of a batch, so between measured points it is interpolated
+linearly in them, never in logarithms; between measured batches linearly in the batch. Outside the grid the nearest
+line goes on, and says `extrapolated`. Only `median_us` of burst rows is used.
+"""
+
+from __future__ import annotations
+
+import csv
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvfold.sim.errors import ConfigError
+from kvfold.sim.run import FS_PER_S
+
+_FS_PER_US = FS_PER_S // 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Attention of one decode step: base_fs + token_fs * kv_tokens, up to `until_tokens` (None: for ever)."""
+
+    base_fs: int
+    token_fs: int
+    until_tokens: int | None
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Part of a piecewise linear function: value = base + slope * x, below `end` (None: last part)."""
+
+    base: float
+    slope: float
+    end: int | None
+
+
+def line_at(xs: Sequence[int], ys: Sequence[float], x: int) -> Line:
+    """The line between the neighbours of x; beyond the ends the nearest one, through 0 rather than below it."""
+    if len(xs) == 1:
+        return Line(0.0, ys[0] / xs[0], None)
+    index = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+    slope = (ys[index + 1] - ys[index]) / (xs[index + 1] - xs[index])
+    base = ys[index] - slope * xs[index]
+    if index == 0 and base < 0 and x < xs[0]:
+        return Line(0.0, ys[0] / xs[0], xs[0])
+    last = index == len(xs) - 2
+    return Line(base, slope, None if last else xs[index + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class AttendTable:
+    """Decode attention of one layer in one format, for one head shape."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    batches: tuple[int, ...]
+    contexts: tuple[tuple[int, ...], ...]  # [batches][points], ascending, tokens of one sequence
+    times_us: tuple[tuple[float, ...], ...]
+    kernel: str
+
+    def segments(self, batch: int, layers: float, same_shape: bool) -> tuple[list[int], list[Segment]]:
+        """(first KV tokens of each segment, the segments) of `layers` layers like this one for a batch.
+
+        Between two measured batches the times at equal contexts are blended. `layers` is a fraction where another
+        head shape is scaled by its bytes, which is an extrapolation.
+        """
+        high = min(bisect_left(self.batches, batch), len(self.batches) - 1)
+        low = high if batch >= self.batches[high] else max(0, high - 1)
+        weight = 0.0
+        if high != low:
+            weight = (batch - self.batches[low]) / (self.batches[high] - self.batches[low])
+        shares = [(low, 1 - weight), (high, weight)] if weight else [(low, 1.0)]
+        known = [self.contexts[row] for row, _ in shares]
+        starts = [batch * context for context in sorted({0}.union(*known))]
+        first, last = batch * max(each[0] for each in known), batch * min(each[-1] for each in known)
+        in_batches = self.batches[0] <= batch <= self.batches[-1]
+        segments = []
+        for start, end in zip(starts, [*starts[1:], None], strict=True):
+            base = slope = 0.0
+            for row, share in shares:
+                line = line_at(self.contexts[row], self.times_us[row], start // batch)
+                base += share * line.base
+                slope += share * line.slope / batch
+            if not in_batches:
+                # the memory limit of the nearest batch goes on with the tokens
+                slope *= batch / self.batches[low]
+            inside = in_batches and same_shape and first <= start and end is not None and end <= last
+            segments.append(
+                Segment(
+                    base_fs=round(base * layers * _FS_PER_US),
+                    token_fs=round(slope * layers * _FS_PER_US),
+                    until_tokens=None if end is None else end - 1,
+                    origin="interpolated" if inside else "extrapolated",
+                )
+            )
+        return starts, segments
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTable:
+    """Matrix products [tokens, in] x [in, out] with one weight format."""
+
+    tokens: tuple[int, ...]
+    weight_bytes: tuple[tuple[int, ...], ...]  # [tokens][shapes], ascending
+    times_us: tuple[tuple[float, ...], ...]
+
+    def time_us(self, tokens: int, weight_bytes: float) -> tuple[float, str]:
+        """Time of one product whose weights take so many bytes, linear in tokens and in bytes; and its origin."""
+        high = min(bisect_right(self.tokens, tokens), len(self.tokens) - 1)
+        low = max(0, high - 1) if tokens < self.tokens[high] else high
+        values = []
+        for row in (low, high):
+            line = line_at(self.weight_bytes[row], self.times_us[row], int(weight_bytes))
+            values.append(line.base + line.slope * weight_bytes)
+        inside = self.tokens[0] <= tokens <= self.tokens[-1]
+        if not inside:  # beyond the largest batch products are bound by operations, so time follows tokens
+            return values[-1] * tokens / self.tokens[high] if tokens > self.tokens[-1] else values[
+                0
+            ], "extrapolated"
+        if high == low:
+            return values[0], "interpolated"
+        weight = (tokens - self.tokens[low]) / (self.tokens[high] - self.tokens[low])
+        return (1 - weight) * values[0] + weight * values[1], "interpolated"
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """All that was measured on one device. `attend` by format, `linear` by weight format."""
+
+    source: str
+    attend: dict[str, AttendTable] = field(default_factory=dict)
+    linear: dict[str, LinearTable] = field(default_factory=dict)
+
+
+def load_costs(path: Path) -> CostTable:
+    """Read a cost table; of several kernels for one point the fastest counts.
+
+    Raises ConfigError, naming file and line, for a value that is no number and for a point without its shape.
+    """
+    attend: dict[tuple[str, int, int, int], dict[int, dict[int, tuple[float, str]]]] = {}
+    linear: dict[str, dict[int, dict[int, float]]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(line for line in file if not line.startswith("#"))
+        for row in reader:
+            try:
+                if row["op"] == "attend" and row["sustained"] in ("", "0", "false", "False"):
+                    _add_attend(attend, row)
+                elif row["op"] == "linear" and row["sustained"] in ("", "0", "false", "False"):
+                    _add_linear(linear, row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{path}:{reader.line_num}: not a row of a cost table: {error}") from None
+    return CostTable(
+        path.name, _attend_tables(attend), {name: _linear(points) for name, points in linear.items()}
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"a positive number is needed, got {text!r}")
+    return value
+
+
+def _add_attend(
+    attend: dict[tuple[str, int, int, int], dict[int, dict[int, tuple[float, str]]]], row: dict[str, str]
+) -> None:
+    shape = (row["format"], int(row["q_heads"]), int(row["kv_heads"]), int(row["head_dim"]))
+    batch, context = int(row["batch"]), int(row["context_tokens"])
+    points = attend.setdefault(shape, {}).setdefault(batch, {})
+    time_us = _positive(row["median_us"])
+    if context not in points or time_us < points[context][0]:
+        points[context] = (time_us, row["kernel"])
+
+
+def _add_linear(linear: dict[str, dict[int, dict[int, float]]], row: dict[str, str]) -> None:
+    bits = {"bf16": 16, "fp8": 8, "w4a16": 4.25}[row["weights"]]
+    weight_bytes = int(int(row["in_features"]) * int(row["out_features"]) * bits / 8)
+    points = linear.setdefault(row["weights"], {}).setdefault(int(row["tokens"]), {})
+    time_us = _positive(row["median_us"])
+    points[weight_bytes] = min(time_us, points.get(weight_bytes, time_us))
+
+
+def _attend_tables(
+    attend: dict[tuple[str, int, int, int], dict[int, dict[int, tuple[float, str]]]],
+) -> dict[str, AttendTable]:
+    """Of several head shapes of a format, the one with the most points."""
+    tables: dict[str, AttendTable] = {}
+    for (name, q_heads, kv_heads, head_dim), batches in sorted(
+        attend.items(), key=lambda item: sum(map(len, item[1].values()))
+    ):
+        ordered = sorted(batches)
+        kernels = {kernel for points in batches.values() for _, kernel in points.values()}
+        tables[name] = AttendTable(
+            q_heads,
+            kv_heads,
+            head_dim,
+            tuple(ordered),
+            tuple(tuple(sorted(batches[batch])) for batch in ordered),
+            tuple(
+                tuple(batches[batch][context][0] for context in sorted(batches[batch])) for batch in ordered
+            ),
+            ", ".join(sorted(kernels)),
+        )
+    return tables
+
+
+def _linear(points: dict[int, dict[int, float]]) -> LinearTable:
+    ordered = sorted(points)
+    return LinearTable(
+        tuple(ordered),
+        tuple(tuple(sorted(points[tokens])) for tokens in ordered),
+        tuple(tuple(points[tokens][size] for size in sorted(points[tokens])) for tokens in ordered),
+    )
