@@ -35,12 +35,15 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--models", default=",".join(model for model, _ in MODELS))
     options = parser.parse_args()
     whole = load(options.archive)
     trace, text = keep_sessions(whole, first_of_equal_sessions(whole))
     print(text, file=sys.stderr)
     rows = []
     for model, context in MODELS:
+        if model not in options.models.split(","):
+            continue
         deployment = deploy(model, options.gpu)
         used = trace
         if model == "llama-3.1-8b":

@@ -63,6 +63,8 @@ def test_dropping_sessions_keeps_the_others_whole(random_trace):
     assert kept.meta.rows_read == kept.meta.rows_kept + sum(kept.meta.drops.values())
     assert kept.input_tokens.tolist() == local.input_tokens[rows].tolist()
     assert kept.tool_names == [local.tool_names[row] for row in rows]
+    again, _ = keep_sessions(kept, own[::2])
+    assert again.meta.drops["session_not_kept"] == len(local) - len(again)
     back = dict(enumerate(rows.tolist()))
     for child, parent in zip(kept.edge_child.tolist(), kept.edge_parent.tolist(), strict=True):
         pairs = zip(local.edge_child.tolist(), local.edge_parent.tolist(), strict=True)

@@ -11,6 +11,8 @@ import numpy as np
 from kvfold.traces.errors import BadTraceError
 from kvfold.traces.table import Trace
 
+_NOT_KEPT = "session_not_kept"
+
 
 def has_coarse_clock(trace: Trace) -> bool:
     """Whether most arrivals share their instant with another, so that the clock ticked and the load did not."""
@@ -72,7 +74,7 @@ def keep_sessions(trace: Trace, sessions: Collection[int]) -> tuple[Trace, str]:
     meta = replace(
         trace.meta,
         rows_kept=len(rows),
-        drops=trace.meta.drops | {"session_not_kept": dropped},
+        drops=trace.meta.drops | {_NOT_KEPT: trace.meta.drops.get(_NOT_KEPT, 0) + dropped},
         warnings=(*trace.meta.warnings, text),
     )
     return replace(trace, meta=meta, **columns), text
