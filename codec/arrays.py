@@ -1,9 +1,11 @@
-"""K/V arrays on disk: ``.npy`` files of BF16 bit patterns."""
+"""K/V arrays on disk: ``.npy`` files of BF16 or FP8 bit patterns, and files that appear whole or not at all."""
 
 from __future__ import annotations
 
+import io
 import math
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +27,37 @@ def load_patterns(path: Path, head_axis: int = 0) -> NDArray[np.uint16]:
     Raises BadArrayError, naming file, rule and value, for anything that is not such a file: missing, no
     ``.npy``, pickled objects, another dtype or number of axes, an empty axis, too few or too many bytes.
     """
+    return _load(path, head_axis, {"<u2": "uint16 (BF16 bit patterns, little-endian)"})
+
+
+def load_values(path: Path, head_axis: int = 0) -> NDArray[Any]:
+    """BF16 patterns ``uint16`` or FP8 patterns ``uint8``, else as ``load_patterns``."""
+    dtypes = {"<u2": "uint16 (BF16 bit patterns, little-endian)", "|u1": "uint8 (FP8 bit patterns)"}
+    return _load(path, head_axis, dtypes)
+
+
+def save_values(path: Path, values: NDArray[Any]) -> None:
+    """Write an array as ``.npy``, little-endian; the file appears whole or not at all."""
+    buffer = io.BytesIO()
+    np.save(buffer, values.astype(values.dtype.newbyteorder("<")), allow_pickle=False)
+    save_bytes(path, buffer.getvalue())
+
+
+def save_bytes(path: Path, data: bytes) -> None:
+    """Write a file that appears under its name only when all of it is on disk; on an error nothing is left."""
+    partial = path.with_name(path.name + ".part")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _load(path: Path, head_axis: int, dtypes: dict[str, str]) -> NDArray[Any]:
     try:
         with path.open("rb") as file:
             dtype, shape = _read_header(path, file)
@@ -33,10 +66,8 @@ def load_patterns(path: Path, head_axis: int = 0) -> NDArray[np.uint16]:
         raise BadArrayError(f"{path}: cannot be read: {error.strerror}") from None
     if dtype.hasobject:
         raise BadArrayError(f"{path}: must hold plain uint16 numbers, got pickled Python objects")
-    if dtype != np.dtype("<u2"):
-        raise BadArrayError(
-            f"{path}: dtype must be uint16 (BF16 bit patterns, little-endian), got {dtype.str}"
-        )
+    if dtype.str not in dtypes:
+        raise BadArrayError(f"{path}: dtype must be {' or '.join(dtypes.values())}, got {dtype.str}")
     if len(shape) != 3 or min(shape) < 1:
         raise BadArrayError(
             f"{path}: shape must be three axes of at least 1, [kv_head, token, head_dim], got {list(shape)}"

@@ -46,6 +46,6 @@ def mode_counts(packed: Packed) -> dict[str, int]:
     return {}
 
 
-def count_exceptions(patterns: NDArray[np.uint16], windows: Windows) -> int:
+def count_exceptions(patterns: NDArray[np.uint16], packed: Packed) -> int:
     """Nothing is an exception where nothing is coded."""
     return 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvfold.codec.windows import EXPONENTS, NARROW_WIDTH, WIDE_WIDTH, Windows
+from kvfold.codec.windows import EXPONENTS, INNER_WIDTHS, NARROW_WIDTH, WIDE_WIDTH, Windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LANES = 8
+# Widths of the windows by name.
+MODES = {"narrow": NARROW_WIDTH, "wide": WIDE_WIDTH, "three": 3, "four": 4, "six": 6, "seven": 7}
 CONTENTS = ("normal", "uniform", "special", "outlier", "constant", "dead")
 SPECIAL_PATTERNS = (
     *(0x0000, 0x8000),  # zeros
@@ -55,29 +57,48 @@ def contents(kind: str, shape: tuple[int, int, int], rng: np.random.Generator) -
 
 
 def every_pattern(mode: str, head_dim: int = 64) -> Iterator[tuple[NDArray[np.uint16], Windows]]:
-    """All 65,536 patterns in one mode of `gaac` (``narrow``, ``wide``, ``raw``), each in every lane.
+    """All 65,536 patterns in one mode, each in every lane of eight.
 
-    Yields patterns ``[kv_head, token, head_dim]`` and windows that put every group into that mode (``raw``:
-    in two parts, each of which leaves some groups to the other). Raises ValueError for another mode.
+    Modes are the windows by name (``MODES``: `narrow` is that of 8, `wide` of 16), and ``raw``. Yields patterns
+    ``[kv_head, token, head_dim]``, tokens in multiples of 32, and windows: one window of the mode per head, side
+    by side, takes every element; those of other widths take none, but for the pair of 3 and 6. `six` comes in
+    two parts, in which the window of 3 leaves the upper and the lower half of that of 6. ``raw`` comes in two
+    parts, each of which leaves to the other what its windows take. Raises ValueError for another mode.
     """
     by_value = np.arange(1 << 16, dtype=np.uint16)
     exponent = (by_value >> 7) & 0xFF
-    by_exponent = by_value[np.argsort(exponent, kind="stable")]
+    by_exponent = by_value[np.argsort(exponent, kind="stable")].reshape(EXPONENTS, -1)
     if mode == "raw":
         # Windows at either end: whatever the first part codes, the second must leave raw, and the reverse.
-        for base in (0, EXPONENTS - WIDE_WIDTH):
-            bases = np.full((1, head_dim), base, np.uint8)
-            yield _in_every_lane(by_exponent[None], head_dim), Windows(bases, bases)
+        for end in (0, EXPONENTS):
+            bases = {width: np.full((1, head_dim), max(end - width, 0), np.uint8) for width in MODES.values()}
+            yield _in_every_lane(by_exponent.reshape(1, -1), head_dim), _windows(bases)
         return
-    if mode not in ("narrow", "wide"):
-        raise ValueError(f"mode must be narrow, wide or raw, got {mode!r}")
-    width = NARROW_WIDTH if mode == "narrow" else WIDE_WIDTH
-    heads = EXPONENTS // width  # one window per head, side by side
-    first = np.repeat((np.arange(heads) * width).astype(np.uint8)[:, None], head_dim, axis=1)
-    # A window that shares no exponent with `first`, so that it can take no group.
-    elsewhere = np.where(first < EXPONENTS // 2, EXPONENTS - WIDE_WIDTH, 0).astype(np.uint8)
-    windows = Windows(first, elsewhere) if mode == "narrow" else Windows(elsewhere, first)
-    yield _in_every_lane(by_exponent.reshape(heads, -1), head_dim), windows
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)} or raw, got {mode!r}")
+    width = MODES[mode]
+    starts = np.minimum(np.arange(0, EXPONENTS, width), EXPONENTS - width)  # [kv_head]
+    patterns = _in_every_lane(
+        np.stack([by_exponent[start : start + width].ravel() for start in starts]), head_dim
+    )
+    first = np.repeat(starts.astype(np.uint8)[:, None], head_dim, axis=1)
+    # Windows that share no exponent with `first`, so that they can take no element.
+    bases = {
+        other: np.where(first < EXPONENTS // 2, EXPONENTS - other, 0).astype(np.uint8)
+        for other in MODES.values()
+    }
+    bases[width] = first
+    if mode == "three":
+        bases[6] = np.minimum(first, EXPONENTS - 6)
+    parts = (0, 3) if mode == "six" else (None,)
+    for shift in parts:
+        if shift is not None:
+            bases[3] = first + np.uint8(shift)
+        yield patterns, _windows(bases)
+
+
+def _windows(bases: dict[int, NDArray[np.uint8]]) -> Windows:
+    return Windows(bases[NARROW_WIDTH], bases[WIDE_WIDTH], np.stack([bases[width] for width in INNER_WIDTHS]))
 
 
 def _in_every_lane(by_head: NDArray[np.uint16], head_dim: int) -> NDArray[np.uint16]:

@@ -6,4 +6,8 @@ class BadArrayError(Exception):
 
 
 class CorruptDataError(Exception):
-    """Packed bytes that cannot have come from the encoder."""
+    """Packed bytes that cannot have come from the encoder; ``offset`` says where in them, if known."""
+
+    def __init__(self, message: str, offset: int | None = None) -> None:
+        super().__init__(message if offset is None else f"byte {offset}: {message}")
+        self.offset = offset

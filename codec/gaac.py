@@ -21,6 +21,11 @@ padding        0..15                               zero, up to a multiple of 16 
 Eight codes of w bits fill w whole bytes, so a group's payload starts at the head's start plus the sum of the
 code widths before it: one prefix sum over the tags finds every group of a head, and the head table is the
 only pointer. Pages start at multiples of 16 bytes, which lets a kernel use wide loads.
+
+Two variations for studies, on the same layout: groups of 4, 16 or 32 elements, whose payload is 4, 16 or 32
+codes (a group of 4 may end inside a byte, and the next one starts there; each head's payload starts at a whole
+byte), and ``two_bit``, the published ablation, in which tag 3 means 2-bit offsets in the window of four and is
+taken first.
 """
 
 from __future__ import annotations
@@ -31,77 +36,100 @@ import numpy as np
 from numba import njit
 
 from kvfold.codec.errors import CorruptDataError
-from kvfold.codec.packed import Axis, Packed, join_blocks, split_blocks
-from kvfold.codec.windows import NARROW_WIDTH, WIDE_WIDTH, Windows, exponents
+from kvfold.codec.packed import Axis, Packed, check_page_starts
+from kvfold.codec.pages import PAGE_ALIGN_BYTES, check_patterns, check_sizes, check_windows, page_places
+from kvfold.codec.swar import join_patterns, load_word, split_patterns, spread, squeeze, store_word
+from kvfold.codec.windows import NARROW_WIDTH, WIDE_WIDTH, Windows, count_outside
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GROUP = 8
-NARROW, WIDE, RAW = 0, 1, 2
-MODE_NAMES = ("3-bit", "4-bit", "raw")
-# Bits of one code, and so also bytes of one group's payload.
+GROUPS = (4, 8, 16, 32)
+NARROW, WIDE, RAW, TWO_BIT = 0, 1, 2, 3
+MODE_NAMES = ("3-bit", "4-bit", "raw", "2-bit")
+# Bits of one code, and so also bytes of one payload of eight.
 MODE_BITS = (3, 4, 8)
-PAGE_ALIGN_BYTES = 16
-# One 8-byte entry per page in the block table: the slot's place, and whether the page is packed or raw.
-TABLE_ENTRY_BYTES = 8
+TWO_BIT_WIDTH = 4
+_WIDTHS = np.array([*MODE_BITS, 2], np.int64)
+# The mode of a group from what its elements miss: bit 0 the narrow window, bit 1 the wide, bit 2 the window of 4.
+_MODE_OF_MISSES = np.array([*[TWO_BIT] * 4, NARROW, WIDE, NARROW, RAW], np.uint8)
 
 
 def encode(
-    patterns: NDArray[np.uint16], windows: Windows, block_tokens: int, axis: Axis = "channel"
+    patterns: NDArray[np.uint16],
+    windows: Windows,
+    block_tokens: int,
+    axis: Axis = "channel",
+    group: int = GROUP,
+    two_bit: bool = False,
 ) -> Packed:
     """Pack BF16 patterns ``uint16 [kv_head, token, head_dim]``; tokens after the last full block stay raw.
 
     Every page is packed, also one that grows by it (up to 16.25 bits per element and the tables); whether it
     is kept packed or raw is decided by its slot.
-    Raises ValueError when head_dim, or block_tokens with groups along tokens, is no multiple of 8, and when
-    the windows are not ``[kv_head, head_dim]``.
+    Raises ValueError when head_dim, or block_tokens with groups along tokens, is no multiple of 8 and of the
+    group, and when the windows are not ``[kv_head, head_dim]``.
     """
-    blocks, tail = split_blocks(patterns, block_tokens)
-    narrow, wide = _bases_in_group_order(patterns.shape, windows, block_tokens, axis)
-    blocks = np.ascontiguousarray(blocks if axis == "channel" else blocks.swapaxes(2, 3))
+    check_patterns(patterns, block_tokens, _channel_multiple(block_tokens, axis, group))
+    kv_heads, tokens, head_dim = patterns.shape
+    page_count = tokens // block_tokens
+    head_elements = block_tokens * head_dim
+    bases = _bases_in_group_order(check_windows(windows, patterns.shape), block_tokens, axis, two_bit)
+    patterns = np.ascontiguousarray(patterns)
 
-    page_count, kv_heads, rows, columns = blocks.shape
-    modes = np.empty((page_count, kv_heads, rows * columns // GROUP), np.uint8)
-    _choose_modes(blocks, narrow, wide, modes)
-
-    payload_bytes = np.array(MODE_BITS, np.int64)[modes].sum(axis=-1)  # [pages, kv_heads]
-    fixed_bytes = _fixed_bytes(kv_heads, rows * columns)
+    modes = np.empty((page_count, kv_heads, head_elements // group), np.uint8)
+    _choose_modes(patterns, block_tokens, axis == "token", bases, group, two_bit, modes)
+    payload_bits = (_WIDTHS * group)[modes].sum(axis=-1)  # [pages, kv_heads]
+    payload_bytes = (payload_bits + 7) // 8
+    fixed_bytes = _fixed_bytes(kv_heads, head_elements, group)
     head_starts = fixed_bytes + np.cumsum(payload_bytes, axis=1) - payload_bytes
-    page_bytes = fixed_bytes + payload_bytes.sum(axis=1)
-    page_bytes += -page_bytes % PAGE_ALIGN_BYTES
-    if page_bytes.max(initial=0) > 0xFFFFFFFF:
-        raise ValueError(f"a page must be smaller than 4 GiB, got {int(page_bytes.max())} bytes")
-    page_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(page_bytes)])
+    page_starts = page_places(fixed_bytes + payload_bytes.sum(axis=1))
 
     pages = np.zeros(int(page_starts[-1]), np.uint8)
-    _write_pages(blocks, narrow, wide, modes, page_starts, head_starts, pages)
+    _write_pages(
+        patterns, block_tokens, axis == "token", bases, group, modes, page_starts, head_starts, pages
+    )
+    tail = patterns[:, page_count * block_tokens :].copy()
     return Packed(patterns.shape, block_tokens, pages, page_starts, tail, windows, axis)
 
 
-def decode(packed: Packed) -> NDArray[np.uint16]:
-    """Rebuild the patterns ``uint16 [kv_head, token, head_dim]``, bit for bit.
+def decode(packed: Packed, group: int = GROUP, two_bit: bool = False) -> NDArray[np.uint16]:
+    """Rebuild the patterns ``uint16 [kv_head, token, head_dim]``, bit for bit; group and modes as packed.
 
     Raises CorruptDataError when the pages cannot have come from ``encode``.
     """
-    if packed.windows is None:
-        raise ValueError("gaac pages need the windows that they were packed with, got None")
-    narrow, wide = _bases_in_group_order(packed.shape, packed.windows, packed.block_tokens, packed.axis)
-    _check_page_starts(packed)
-    blocks = np.empty((packed.page_count, *narrow.shape), np.uint16)
-    bad_page = _read_pages(packed.pages, packed.page_starts, read_tags(packed), narrow, wide, blocks)
+    kv_heads, tokens, head_dim = packed.shape
+    multiple = _channel_multiple(packed.block_tokens, packed.axis, group)
+    check_sizes(packed.shape, packed.block_tokens, multiple)
+    windows = check_windows(packed.windows, packed.shape)
+    bases = _bases_in_group_order(windows, packed.block_tokens, packed.axis, two_bit)
+    fixed_bytes = _fixed_bytes(kv_heads, packed.block_tokens * head_dim, group)
+    check_page_starts(packed, fixed_bytes, PAGE_ALIGN_BYTES)
+    patterns = np.empty((kv_heads, tokens, head_dim), np.uint16)
+    patterns[:, packed.page_count * packed.block_tokens :] = packed.tail
+    bad_page = _read_pages(
+        np.ascontiguousarray(packed.pages),
+        packed.page_starts,
+        packed.block_tokens,
+        packed.axis == "token",
+        bases,
+        group,
+        TWO_BIT if two_bit else RAW,
+        patterns,
+    )
     if bad_page >= 0:
         raise CorruptDataError(
-            f"page {bad_page}: tags must be 0, 1 or 2 and the payloads of all heads must fill the page "
-            f"in the order of its head table"
+            f"page {bad_page}: tags must be 0, 1 or 2{' or 3' if two_bit else ''} and the payloads of all heads "
+            f"must fill the page in the order of its head table"
         )
-    return join_blocks(blocks if packed.axis == "channel" else blocks.swapaxes(2, 3), packed.tail)
+    return patterns
 
 
-def read_tags(packed: Packed) -> NDArray[np.uint8]:
+def read_tags(packed: Packed, group: int = GROUP) -> NDArray[np.uint8]:
     """The mode of every group: ``uint8 [page, kv_head, group]``."""
     kv_heads, _, head_dim = packed.shape
-    groups = packed.block_tokens * head_dim // GROUP
+    groups = packed.block_tokens * head_dim // group
     tag_bytes = _tag_bytes(groups)
     plane_start = packed.page_starts[:-1, None] + (kv_heads * 4 + packed.page_elements)  # [pages, 1]
     plane = packed.pages[plane_start + np.arange(kv_heads * tag_bytes)]  # [pages, kv_heads * tag_bytes]
@@ -109,180 +137,259 @@ def read_tags(packed: Packed) -> NDArray[np.uint8]:
     return tags.reshape(packed.page_count, kv_heads, 4 * tag_bytes)[:, :, :groups]
 
 
-def mode_counts(packed: Packed) -> dict[str, int]:
+def mode_counts(packed: Packed, group: int = GROUP, two_bit: bool = False) -> dict[str, int]:
     """Groups in each mode, over all pages."""
-    counts = np.bincount(read_tags(packed).ravel(), minlength=len(MODE_NAMES))
-    return {name: int(count) for name, count in zip(MODE_NAMES, counts, strict=True)}
+    names = MODE_NAMES if two_bit else MODE_NAMES[: RAW + 1]
+    counts = np.bincount(read_tags(packed, group).ravel(), minlength=len(names))
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
-def count_exceptions(patterns: NDArray[np.uint16], windows: Windows) -> int:
+def count_exceptions(patterns: NDArray[np.uint16], packed: Packed) -> int:
     """Elements of ``[kv_head, token, head_dim]`` with an exponent outside their channel's narrow window."""
-    offsets = exponents(patterns).astype(np.int16) - windows.narrow_base[:, None, :].astype(np.int16)
-    return int(np.count_nonzero((offsets < 0) | (offsets >= NARROW_WIDTH)))
+    windows = check_windows(packed.windows, packed.shape)
+    return count_outside(patterns, windows.narrow_base, NARROW_WIDTH)
 
 
 def _tag_bytes(groups: int) -> int:
     return (groups + 3) // 4
 
 
-def _fixed_bytes(kv_heads: int, head_elements: int) -> int:
+def _fixed_bytes(kv_heads: int, head_elements: int, group: int) -> int:
     """Bytes of a page before its payload."""
-    return kv_heads * (4 + head_elements + _tag_bytes(head_elements // GROUP))
+    return kv_heads * (4 + head_elements + _tag_bytes(head_elements // group))
+
+
+def _channel_multiple(block_tokens: int, axis: Axis, group: int) -> int:
+    """What head_dim must be a multiple of; ValueError when axis, group or block do not fit together."""
+    if axis not in ("channel", "token"):
+        raise ValueError(f"axis must be 'channel' or 'token', got {axis!r}")
+    if group not in GROUPS:
+        raise ValueError(f"group must be one of {', '.join(map(str, GROUPS))}, got {group}")
+    multiple = max(group, GROUP)
+    if axis == "channel":
+        return multiple
+    if block_tokens % multiple:
+        raise ValueError(
+            f"block_tokens must be a multiple of {multiple} with groups along tokens, got {block_tokens}"
+        )
+    return GROUP
 
 
 def _bases_in_group_order(
-    shape: tuple[int, ...], windows: Windows, block_tokens: int, axis: Axis
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Window bases of a block's elements in group order, ``[kv_head, rows, columns]``, without copies."""
-    kv_heads, _, head_dim = shape
-    if axis not in ("channel", "token"):
-        raise ValueError(f"axis must be 'channel' or 'token', got {axis!r}")
-    if head_dim % GROUP:
-        raise ValueError(f"head_dim must be a multiple of {GROUP}, got {head_dim}")
-    if axis == "token" and block_tokens % GROUP:
-        raise ValueError(
-            f"block_tokens must be a multiple of {GROUP} with groups along tokens, got {block_tokens}"
-        )
-    if windows.narrow_base.shape != (kv_heads, head_dim):
-        raise ValueError(
-            f"windows must have shape {[kv_heads, head_dim]}, got {list(windows.narrow_base.shape)}"
-        )
-
-    def spread(base: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        if axis == "channel":
-            return np.broadcast_to(base[:, None, :], (kv_heads, block_tokens, head_dim))
-        return np.broadcast_to(base[:, :, None], (kv_heads, head_dim, block_tokens))
-
-    return spread(windows.narrow_base), spread(windows.wide_base)
-
-
-def _check_page_starts(packed: Packed) -> None:
-    kv_heads, _, head_dim = packed.shape
-    starts, page_bytes = packed.page_starts, packed.page_bytes
-    smallest = _fixed_bytes(kv_heads, packed.block_tokens * head_dim)
-    if len(starts) != packed.page_count + 1 or starts[0] != 0 or starts[-1] != len(packed.pages):
-        raise CorruptDataError(
-            f"page_starts must give {packed.page_count} pages in {len(packed.pages)} bytes, "
-            f"got {len(starts) - 1} pages from {int(starts[0])} to {int(starts[-1])}"
-        )
-    if (page_bytes < smallest).any() or (page_bytes % PAGE_ALIGN_BYTES).any():
-        raise CorruptDataError(
-            f"a page must have at least {smallest} bytes and a multiple of {PAGE_ALIGN_BYTES}, "
-            f"got {page_bytes[(page_bytes < smallest) | (page_bytes % PAGE_ALIGN_BYTES > 0)][:5].tolist()}"
-        )
+    windows: Windows, block_tokens: int, axis: Axis, two_bit: bool
+) -> NDArray[np.uint8]:
+    """What each mode subtracts from each exponent: ``uint8 [kv_head, mode, element in group order]``."""
+    narrow, wide = windows.narrow_base, windows.wide_base  # [kv_heads, head_dim]
+    two = windows.base(TWO_BIT_WIDTH) if two_bit else narrow
+    by_mode = np.stack([narrow, wide, np.zeros_like(wide), two], axis=1)
+    if axis == "channel":
+        return np.tile(by_mode, (1, 1, block_tokens))
+    return np.repeat(by_mode, block_tokens, axis=2)
 
 
 @njit(cache=True)
 def _choose_modes(
-    blocks: NDArray[np.uint16], narrow: NDArray[np.uint8], wide: NDArray[np.uint8], modes: NDArray[np.uint8]
+    patterns: NDArray[np.uint16],
+    block_tokens: int,
+    along_tokens: bool,
+    bases: NDArray[np.uint8],
+    group: int,
+    two_bit: bool,
+    modes: NDArray[np.uint8],
 ) -> None:
-    pages, kv_heads, rows, columns = blocks.shape
-    for page in range(pages):
+    page_count, kv_heads, groups = modes.shape
+    elements = groups * group
+    misses = np.empty(elements, np.uint8)
+    words = misses.view(np.uint64)
+    without_two = np.uint8(0 if two_bit else 4)
+    for page in range(page_count):
         for head in range(kv_heads):
-            for group in range(rows * columns // GROUP):
-                row, first = divmod(group * GROUP, columns)
-                all_narrow = True
-                all_wide = True
-                for column in range(first, first + GROUP):
-                    exponent = (np.int64(blocks[page, head, row, column]) >> 7) & 0xFF
-                    above_narrow = exponent - np.int64(narrow[head, row, column])
-                    above_wide = exponent - np.int64(wide[head, row, column])
-                    if above_narrow < 0 or above_narrow >= NARROW_WIDTH:
-                        all_narrow = False
-                    if above_wide < 0 or above_wide >= WIDE_WIDTH:
-                        all_wide = False
-                modes[page, head, group] = NARROW if all_narrow else WIDE if all_wide else RAW
+            block = patterns[head, page * block_tokens : (page + 1) * block_tokens]
+            flat = (block.T.copy() if along_tokens else block).reshape(elements)
+            _find_misses(flat, bases[head], without_two, misses)
+            out = modes[page, head]
+            if group == 4:
+                for pair in range(len(words)):
+                    word = words[pair] | (words[pair] >> np.uint64(16))
+                    word |= word >> np.uint64(8)
+                    out[2 * pair] = _MODE_OF_MISSES[word & np.uint64(7)]
+                    out[2 * pair + 1] = _MODE_OF_MISSES[(word >> np.uint64(32)) & np.uint64(7)]
+                continue
+            per_group = group // 8
+            for number in range(groups):
+                word = words[number * per_group]
+                for more in range(1, per_group):
+                    word |= words[number * per_group + more]
+                word |= word >> np.uint64(32)
+                word |= word >> np.uint64(16)
+                word |= word >> np.uint64(8)
+                out[number] = _MODE_OF_MISSES[word & np.uint64(7)]
+
+
+@njit(cache=True)
+def _find_misses(
+    flat: NDArray[np.uint16], bases: NDArray[np.uint8], without_two: np.uint8, misses: NDArray[np.uint8]
+) -> None:
+    """Bit 0: outside the narrow window, bit 1: the wide one, bit 2: the window of four or no such mode."""
+    narrow, wide, two = bases[NARROW], bases[WIDE], bases[TWO_BIT]
+    for element in range(len(flat)):
+        exponent = np.uint8(flat[element] >> np.uint16(7))
+        missed = np.uint8(np.uint8(exponent - narrow[element]) >= np.uint8(NARROW_WIDTH))
+        missed |= np.uint8(
+            np.uint8(np.uint8(exponent - wide[element]) >= np.uint8(WIDE_WIDTH)) << np.uint8(1)
+        )
+        missed |= np.uint8(
+            np.uint8(np.uint8(exponent - two[element]) >= np.uint8(TWO_BIT_WIDTH)) << np.uint8(2)
+        )
+        misses[element] = missed | without_two
 
 
 @njit(cache=True)
 def _write_pages(
-    blocks: NDArray[np.uint16],
-    narrow: NDArray[np.uint8],
-    wide: NDArray[np.uint8],
+    patterns: NDArray[np.uint16],
+    block_tokens: int,
+    along_tokens: bool,
+    bases: NDArray[np.uint8],
+    group: int,
     modes: NDArray[np.uint8],
     page_starts: NDArray[np.int64],
     head_starts: NDArray[np.int64],
     pages: NDArray[np.uint8],
 ) -> None:
-    page_count, kv_heads, rows, columns = blocks.shape
-    elements = rows * columns
-    groups = elements // GROUP
+    page_count, kv_heads, groups = modes.shape
+    elements = groups * group
     tag_bytes = (groups + 3) // 4
+    exponent = np.empty(elements, np.uint8)
+    lanes = exponent.view(np.uint64)
+    per_group = group // 8
     for page in range(page_count):
+        data = pages[page_starts[page] : page_starts[page + 1]]
         for head in range(kv_heads):
-            table = page_starts[page] + 4 * head
-            signs = page_starts[page] + 4 * kv_heads + head * elements
-            tags = page_starts[page] + kv_heads * (4 + elements) + head * tag_bytes
-            payload = page_starts[page] + head_starts[page, head]
+            block = patterns[head, page * block_tokens : (page + 1) * block_tokens]
+            flat = (block.T.copy() if along_tokens else block).reshape(elements)
+            signs = 4 * kv_heads + head * elements
+            split_patterns(flat, data[signs : signs + elements], exponent)
             for byte in range(4):
-                pages[table + byte] = np.uint8((head_starts[page, head] >> (8 * byte)) & 0xFF)
-            for group in range(groups):
-                row, first = divmod(group * GROUP, columns)
-                mode = np.int64(modes[page, head, group])
-                bits = MODE_BITS[mode]
-                word = np.uint64(0)
-                for lane in range(GROUP):
-                    column = first + lane
-                    pattern = np.int64(blocks[page, head, row, column])
-                    pages[signs + group * GROUP + lane] = np.uint8(((pattern >> 8) & 0x80) | (pattern & 0x7F))
-                    code = (pattern >> 7) & 0xFF
-                    if mode == NARROW:
-                        code -= np.int64(narrow[head, row, column])
-                    elif mode == WIDE:
-                        code -= np.int64(wide[head, row, column])
-                    word |= np.uint64(code) << np.uint64(lane * bits)
-                for byte in range(bits):
-                    pages[payload + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(0xFF))
-                payload += bits
-                tag = np.int64(pages[tags + group // 4]) | (mode << (2 * (group % 4)))
-                pages[tags + group // 4] = np.uint8(tag)
+                data[4 * head + byte] = np.uint8(head_starts[page, head] >> (8 * byte))
+            tags = data[kv_heads * (4 + elements) + head * tag_bytes :]
+            for number in range(groups):
+                tags[number // 4] |= np.uint8(modes[page, head, number] << np.uint8(2 * (number % 4)))
+            head_bases = bases[head].view(np.uint64)  # [mode, elements / 8]
+            payload = head_starts[page, head]
+            if group == 4:
+                _write_fours(lanes, head_bases, modes[page, head], payload, data)
+                continue
+            for number in range(groups):
+                mode = modes[page, head, number]
+                width = _WIDTHS[mode]
+                for octet in range(number * per_group, (number + 1) * per_group):
+                    # No byte borrows from its neighbour: every lane is at least its base.
+                    word = squeeze(lanes[octet] - head_bases[mode, octet], width)
+                    store_word(data, payload, word)
+                    payload += width
+
+
+@njit(cache=True)
+def _write_fours(
+    lanes: NDArray[np.uint64],
+    bases: NDArray[np.uint64],
+    modes: NDArray[np.uint8],
+    payload: int,
+    data: NDArray[np.uint8],
+) -> None:
+    bit = 8 * payload
+    begun = np.uint64(0)  # bits of a byte that the group before has begun
+    for number in range(len(modes)):
+        mode = modes[number]
+        width = _WIDTHS[mode]
+        half = np.uint64(32 * (number % 2))
+        four = (lanes[number // 2] >> half) & np.uint64(0xFFFFFFFF)
+        word = squeeze(four - ((bases[mode, number // 2] >> half) & np.uint64(0xFFFFFFFF)), width)
+        used = bit % 8
+        word = begun | (word << np.uint64(used))
+        store_word(data, bit // 8, word)
+        begun = word >> np.uint64((used + 4 * width) // 8 * 8)
+        bit += 4 * width
 
 
 @njit(cache=True)
 def _read_pages(
     pages: NDArray[np.uint8],
     page_starts: NDArray[np.int64],
-    modes: NDArray[np.uint8],
-    narrow: NDArray[np.uint8],
-    wide: NDArray[np.uint8],
-    blocks: NDArray[np.uint16],
+    block_tokens: int,
+    along_tokens: bool,
+    bases: NDArray[np.uint8],
+    group: int,
+    largest_tag: int,
+    patterns: NDArray[np.uint16],
 ) -> int:
-    """Fill ``blocks``; the number of the first page that is corrupt, or -1. Reads nothing outside a page."""
-    page_count, kv_heads, rows, columns = blocks.shape
-    elements = rows * columns
-    groups = elements // GROUP
+    """Fill ``patterns``; the number of the first page that is corrupt, or -1. Reads nothing outside a page."""
+    kv_heads, _, head_dim = patterns.shape
+    elements = block_tokens * head_dim
+    groups = elements // group
     tag_bytes = (groups + 3) // 4
-    for page in range(page_count):
-        end = page_starts[page + 1]
-        payload = page_starts[page] + kv_heads * (4 + elements + tag_bytes)
+    exponent = np.empty(elements, np.uint8)
+    turned = np.empty((head_dim, block_tokens), np.uint16)
+    for page in range(len(page_starts) - 1):
+        data = pages[page_starts[page] : page_starts[page + 1]]
+        payload = kv_heads * (4 + elements + tag_bytes)
         for head in range(kv_heads):
-            table = page_starts[page] + 4 * head
-            signs = page_starts[page] + 4 * kv_heads + head * elements
             head_start = np.int64(0)
             for byte in range(4):
-                head_start |= np.int64(pages[table + byte]) << (8 * byte)
-            if page_starts[page] + head_start != payload:
+                head_start |= np.int64(data[4 * head + byte]) << (8 * byte)
+            if head_start != payload:
                 return page
-            for group in range(groups):
-                row, first = divmod(group * GROUP, columns)
-                mode = np.int64(modes[page, head, group])
-                if mode > RAW or payload + MODE_BITS[mode] > end:
-                    return page
-                bits = MODE_BITS[mode]
-                word = np.uint64(0)
-                for byte in range(bits):
-                    word |= np.uint64(pages[payload + byte]) << np.uint64(8 * byte)
-                payload += bits
-                for lane in range(GROUP):
-                    column = first + lane
-                    exponent = np.int64((word >> np.uint64(lane * bits)) & np.uint64((1 << bits) - 1))
-                    if mode == NARROW:
-                        exponent += np.int64(narrow[head, row, column])
-                    elif mode == WIDE:
-                        exponent += np.int64(wide[head, row, column])
-                    sign_mantissa = np.int64(pages[signs + group * GROUP + lane])
-                    pattern = ((sign_mantissa & 0x80) << 8) | (exponent << 7) | (sign_mantissa & 0x7F)
-                    blocks[page, head, row, column] = np.uint16(pattern)
-        if end - payload >= PAGE_ALIGN_BYTES:
+            first_tag = kv_heads * (4 + elements) + head * tag_bytes
+            tags = data[first_tag : first_tag + tag_bytes]
+            lanes, head_bases = exponent.view(np.uint64), bases[head].view(np.uint64)
+            payload = _read_groups(data, payload, tags, head_bases, group, largest_tag, lanes)
+            if payload < 0:
+                return page
+            signs = data[4 * kv_heads + head * elements : 4 * kv_heads + (head + 1) * elements]
+            block = patterns[head, page * block_tokens : (page + 1) * block_tokens]
+            if along_tokens:
+                join_patterns(signs, exponent, turned.reshape(elements))
+                block[:] = turned.T
+            else:
+                join_patterns(signs, exponent, block.reshape(elements))
+        if len(data) - payload >= PAGE_ALIGN_BYTES:
             return page
     return -1
+
+
+@njit(cache=True)
+def _read_groups(
+    data: NDArray[np.uint8],
+    payload: int,
+    tags: NDArray[np.uint8],
+    bases: NDArray[np.uint64],
+    group: int,
+    largest_tag: int,
+    lanes: NDArray[np.uint64],
+) -> int:
+    """Fill one head's exponents; where its payload ends, or -1 for a tag or a payload that cannot be."""
+    if group == 4:
+        bit = 8 * payload
+        for octet in range(len(lanes)):
+            word = np.uint64(0)
+            for half in range(2):
+                number = 2 * octet + half
+                mode = np.int64(tags[number // 4] >> np.uint8(2 * (number % 4))) & 3
+                if mode > largest_tag or bit + 4 * _WIDTHS[mode] > 8 * len(data):
+                    return -1
+                four = load_word(data, bit // 8) >> np.uint64(bit % 8)
+                kept = np.uint64(0xFFFFFFFF) << np.uint64(32 * half)
+                word |= ((spread(four, _WIDTHS[mode]) << np.uint64(32 * half)) + bases[mode, octet]) & kept
+                bit += 4 * _WIDTHS[mode]
+            lanes[octet] = word
+        return (bit + 7) // 8
+    per_group = group // 8
+    for number in range(len(lanes) // per_group):
+        mode = np.int64(tags[number // 4] >> np.uint8(2 * (number % 4))) & 3
+        width = _WIDTHS[mode]
+        if mode > largest_tag or payload + width * per_group > len(data):
+            return -1
+        for octet in range(number * per_group, (number + 1) * per_group):
+            lanes[octet] = spread(load_word(data, payload), width) + bases[mode, octet]
+            payload += width
+    return payload

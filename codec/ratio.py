@@ -1,4 +1,4 @@
-"""What a format saves on given arrays: encoded (its bytes) and resident (its slots), apart.
+"""What a format saves on given arrays: encoded (its bytes) and resident (its slots, or planes and chunks), apart.
 
 Both sides of every ratio are the same full blocks; the raw tail is reported by its share alone.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvfold.codec.residence import pooled_bytes, raw_bytes, slotted_bytes
 from kvfold.codec.windows import calibrate, exponent_histogram
 
 if TYPE_CHECKING:
@@ -34,27 +35,29 @@ SLOT_SLACK = 0.015
 def slot_bytes(calibration: Sequence[Packed], slack: float = SLOT_SLACK) -> int:
     """The slot for pages like these: the largest page plus slack, a multiple of 16 bytes, at most a raw page.
 
-    The pages must have been packed with the windows that they calibrated. Quantiles below the maximum are a
-    trap: a page over its slot stays raw and loses its whole saving. Raises ValueError when there is no page
-    or the pages differ in size.
+    Pages that are no smaller than raw ones stay raw anyway and ask for no slot. The pages must have been packed
+    with the windows that they calibrated. Quantiles below the maximum are a trap: a page over its slot stays
+    raw and loses its whole saving. Raises ValueError when there is no page or the pages differ in size.
     """
-    raw_sizes = {2 * packed.page_elements for packed in calibration}
+    raw_sizes = {raw_bytes(packed) for packed in calibration}
     if len(raw_sizes) != 1:
         raise ValueError(f"calibration pages must all have one raw size, got {sorted(raw_sizes)}")
-    raw_bytes = raw_sizes.pop()
-    largest = max(int(packed.page_bytes.max(initial=0)) for packed in calibration)
-    if largest == 0:
+    raw_size = raw_sizes.pop()
+    if not sum(packed.page_count for packed in calibration):
         raise ValueError("a slot needs at least one full calibration block, got none")
+    sizes = np.concatenate([packed.page_bytes for packed in calibration])
+    largest = int(sizes[sizes < raw_size].max(initial=0)) or raw_size
     with_slack = int(np.ceil(largest * (1 + slack) / SLOT_ALIGN_BYTES)) * SLOT_ALIGN_BYTES
-    return min(with_slack, raw_bytes)
+    return min(with_slack, raw_size)
 
 
 def calibrate_format(
     arrays: Sequence[NDArray[np.uint16]], kv_format: Format, block_tokens: int
 ) -> tuple[Windows, int]:
     """Windows and slot bytes from arrays ``uint16 [kv_head, token, head_dim]`` of one layer, K or V."""
-    windows = calibrate(arrays)
-    return windows, slot_bytes([kv_format.encode(array, windows, block_tokens) for array in arrays])
+    windows = calibrate([kv_format.coded(array) for array in arrays])
+    packed = [kv_format.encode(array, windows, block_tokens) for array in arrays]
+    return windows, slot_bytes(packed, 0.0 if kv_format.fixed_size else SLOT_SLACK)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +70,8 @@ class Measured:
     encoded_bits: int
     resident_bytes: int  # slots, table entries, pages kept raw
     raw_pages: int  # pages that do not fit their slot
+    # Resident as main planes, chunks of lists, table entries and pages kept raw; None for formats without lists.
+    pooled_bytes: int | None
     entropy_bits: float  # of sign, mantissa and order-0 exponents per head-channel
     exceptions: int  # elements outside their narrow window
     mode_counts: dict[str, int]
@@ -83,6 +88,11 @@ class Measured:
     def resident_saving(self) -> float:
         """1 - (slots + table entries + pages kept raw) / BF16 bytes of the same full blocks."""
         return 1 - self.resident_bytes / (2 * self.elements)
+
+    @property
+    def pooled_saving(self) -> float | None:
+        """1 - (main planes + chunks of lists + table entries + pages kept raw) / the same; None without lists."""
+        return None if self.pooled_bytes is None else 1 - self.pooled_bytes / (2 * self.elements)
 
     @property
     def entropy_bound_ratio(self) -> float:
@@ -119,22 +129,21 @@ def measure(
             f"one full block of {packed.block_tokens} tokens is needed, got {packed.shape[1]} tokens"
         )
     full = patterns[:, : packed.page_count * packed.block_tokens]
-    raw_bytes = 2 * packed.page_elements
-    fits = packed.page_bytes <= slot_bytes
-    raw_pages = int(np.count_nonzero(~fits))
+    tables = packed.page_count * kv_format.table_entry_bytes
+    pooled = None
+    if kv_format.main_bytes is not None:
+        main = kv_format.main_bytes(packed.shape[0], packed.block_tokens, packed.shape[2])
+        pooled = int(pooled_bytes(packed, main).sum()) + tables
     return Measured(
         elements=full.size,
         tail_elements=packed.tail.size,
         page_bits=packed.page_bytes * 8 / packed.page_elements,
         encoded_bits=8 * len(packed.pages),
-        resident_bytes=(
-            (packed.page_count - raw_pages) * slot_bytes
-            + raw_pages * raw_bytes
-            + packed.page_count * kv_format.table_entry_bytes
-        ),
-        raw_pages=raw_pages,
-        entropy_bits=full.size * 8 + exponent_entropy_bits(full),
-        exceptions=kv_format.count_exceptions(full, windows),
+        resident_bytes=int(slotted_bytes(packed, slot_bytes).sum()) + tables,
+        raw_pages=int(np.count_nonzero(packed.page_bytes > slot_bytes)),
+        pooled_bytes=pooled,
+        entropy_bits=full.size * kv_format.plain_bits + exponent_entropy_bits(kv_format.coded(full)),
+        exceptions=kv_format.count_exceptions(full, packed),
         mode_counts=kv_format.mode_counts(packed),
     )
 
@@ -150,6 +159,7 @@ def exponent_entropy_bits(patterns: NDArray[np.uint16]) -> float:
 def total(parts: Sequence[Measured]) -> Measured:
     """The counts of several arrays together."""
     modes = [part.mode_counts for part in parts]
+    pooled = [part.pooled_bytes for part in parts]
     return Measured(
         elements=sum(part.elements for part in parts),
         tail_elements=sum(part.tail_elements for part in parts),
@@ -157,6 +167,7 @@ def total(parts: Sequence[Measured]) -> Measured:
         encoded_bits=sum(part.encoded_bits for part in parts),
         resident_bytes=sum(part.resident_bytes for part in parts),
         raw_pages=sum(part.raw_pages for part in parts),
+        pooled_bytes=None if None in pooled else sum(part for part in pooled if part is not None),
         entropy_bits=sum(part.entropy_bits for part in parts),
         exceptions=sum(part.exceptions for part in parts),
         mode_counts={name: sum(counts[name] for counts in modes) for name in modes[0]},

@@ -2,8 +2,9 @@
 
     python -m kvfold.codec.survey KV_FOLDER
 
-writes `codec/data/sizes.csv` from the SmolLM2-135M tensors in KV_FOLDER. Windows of K come from the
-calibration keys and from copies of them rotated to later positions; values do not depend on position.
+writes `codec/data/sizes.csv` (what the simulator reads) and `codec/data/expected_ratios.csv` (what tests compare
+with) from the SmolLM2-135M tensors in KV_FOLDER. Windows of K come from the calibration keys and from copies of
+them rotated to later positions; values do not depend on position.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvfold.codec.formats import FORMATS
-from kvfold.codec.ratio import calibrate_format, measure
+from kvfold.codec.names import find_format, known_names
+from kvfold.codec.ratio import Measured, calibrate_format, measure
 from kvfold.codec.sizes import BF16_BITS, COLUMNS, SIZES_CSV
 from kvfold.codec.windows import rotate_keys
 
@@ -26,8 +28,13 @@ if TYPE_CHECKING:
 
 ROPE_THETA = 1e5  # SmolLM2-135M
 ROTATIONS_TOKENS = (2048, 4096, 6144)  # to the end of its 8192 positions
-BLOCK_TOKENS = {"bf16": 16, "gaac": 64}
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+EXPECTED_CSV = SIZES_CSV.with_name("expected_ratios.csv")
+EXPECTED_COLUMNS = (
+    *("format", "codec_block_tokens", "kind", "source", "rotated_calibration"),
+    *("encoded_ratio", "entropy_bound_ratio", "worst_block_bits", "exception_share"),
+    *("slotted_saving", "pooled_saving", "raw_block_share"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +65,19 @@ PAIRS = (
 )
 
 
+EARLY_PAIR = Pair(
+    "layer 14 prose -> prose at 1024..2047",
+    *("smollm2_135m_prose_L14", slice(0, 1024)),
+    *("smollm2_135m_prose_L14", slice(1024, 2048)),
+)
+
+
 def survey(folder: Path) -> list[dict[str, str]]:
     """The rows of sizes.csv from the tensors in ``folder``.
 
-    Per format, kind and pair: quantiles of the blocks' encoded bits per element, their mean, and the slot
-    (its table entry included) with the share of blocks that do not fit it.
+    Per format, kind and pair: quantiles of the blocks' encoded bits per element, their mean, and what they take
+    in memory: a slot, or for formats with lists the mean of main plane and chunks; the table entry included, and
+    the share of blocks that stay raw.
     """
     rows = [
         _row(
@@ -76,48 +91,81 @@ def survey(folder: Path) -> list[dict[str, str]]:
         for kind in "kv"
         for quantile in (*(f"{quantile:g}" for quantile in QUANTILES), "mean", "slot")
     ]
-    for kind in "kv":
-        for pair in PAIRS:
-            calibration = np.load(folder / f"{pair.calibration}_{kind}.npy", allow_pickle=False)
-            test = np.load(folder / f"{pair.test}_{kind}.npy", allow_pickle=False)
-            rows += _gaac_rows(kind, pair, calibration[:, pair.calibration_tokens], test[:, pair.test_tokens])
+    for name in list(FORMATS)[1:]:
+        for kind in "kv":
+            for pair in PAIRS:
+                rows += _format_rows(folder, name, kind, pair)
     return rows
 
 
-def _gaac_rows(
-    kind: str, pair: Pair, calibration: NDArray[np.uint16], test: NDArray[np.uint16]
-) -> list[dict[str, str]]:
-    gaac, block_tokens = FORMATS["gaac"], BLOCK_TOKENS["gaac"]
-    copies = [calibration]
+def _format_rows(folder: Path, name: str, kind: str, pair: Pair) -> list[dict[str, str]]:
+    measured, slot = _measure(folder, name, kind, pair, rotated=kind == "k")
     source = f"SmolLM2-135M {pair.name}"
-    if kind == "k":
-        copies += [rotate_keys(calibration, tokens, ROPE_THETA) for tokens in ROTATIONS_TOKENS]
-    windows, slot = calibrate_format(copies, gaac, block_tokens)
-    packed = gaac.encode(test, windows, block_tokens)
-    measured = measure(test, packed, windows, gaac, slot)
-    slot_bits = (slot + gaac.table_entry_bytes) * 8 / packed.page_elements
+    page_elements = measured.elements // len(measured.page_bits)
+    bits = (slot + FORMATS[name].table_entry_bytes) * 8 / page_elements
+    raw_share = measured.raw_block_share
+    if measured.pooled_bytes is not None:
+        bits, raw_share = measured.pooled_bytes * 8 / measured.elements, 0.0
     return [
         *(
-            _row("gaac", kind, source, f"{quantile:g}", float(bits))
+            _row(name, kind, source, f"{quantile:g}", float(bits))
             for quantile, bits in zip(QUANTILES, np.quantile(measured.page_bits, QUANTILES), strict=True)
         ),
-        _row("gaac", kind, source, "mean", measured.bits_per_element),
-        _row("gaac", kind, source, "slot", slot_bits, f"{measured.raw_block_share:.6f}"),
+        _row(name, kind, source, "mean", measured.bits_per_element),
+        _row(name, kind, source, "slot", bits, f"{raw_share:.6f}"),
     ]
+
+
+def _measure(folder: Path, name: str, kind: str, pair: Pair, rotated: bool) -> tuple[Measured, int]:
+    """The test tokens of a pair in a format calibrated on the others, and the slot."""
+
+    def load(file: str, tokens: slice) -> NDArray[np.uint16]:
+        return np.load(folder / f"{file}_{kind}.npy", allow_pickle=False)[:, tokens]
+
+    calibration, test = load(pair.calibration, pair.calibration_tokens), load(pair.test, pair.test_tokens)
+    copies = [calibration]
+    if rotated:
+        copies += [rotate_keys(calibration, tokens, ROPE_THETA) for tokens in ROTATIONS_TOKENS]
+    kv_format = find_format(name)
+    windows, slot = calibrate_format(copies, kv_format, kv_format.block_tokens)
+    packed = kv_format.encode(test, windows, kv_format.block_tokens)
+    return measure(test, packed, windows, kv_format, slot), slot
+
+
+def expected_ratios(folder: Path) -> list[dict[str, str]]:
+    """The rows of expected_ratios.csv: every format on every sample, K with and without rotated calibration."""
+    rows = []
+    for name in known_names()[1:]:
+        for pair in (*PAIRS, EARLY_PAIR):
+            for kind, rotated in (("k", False), ("k", True), ("v", False)):
+                measured, _ = _measure(folder, name, kind, pair, rotated)
+                pooled = measured.pooled_saving
+                figures = (
+                    *(measured.encoded_ratio, measured.entropy_bound_ratio, float(measured.page_bits.max())),
+                    *(measured.exception_share, measured.resident_saving),
+                )
+                values = (
+                    *(name, str(find_format(name).block_tokens), kind, f"SmolLM2-135M {pair.name}"),
+                    "yes" if rotated else "no",
+                    *(f"{figure:.5f}" for figure in figures),
+                    "" if pooled is None else f"{pooled:.5f}",
+                    f"{measured.raw_block_share:.5f}",
+                )
+                rows.append(dict(zip(EXPECTED_COLUMNS, values, strict=True)))
+    return rows
 
 
 def _row(
     name: str, kind: str, source: str, quantile: str, bits: float, raw_block_share: str = ""
 ) -> dict[str, str]:
-    values = (name, str(BLOCK_TOKENS[name]), kind, source, quantile, f"{bits:.6f}", raw_block_share)
+    values = (name, str(FORMATS[name].block_tokens), kind, source, quantile, f"{bits:.6f}", raw_block_share)
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def write_sizes(folder: Path, path: Path = SIZES_CSV) -> None:
-    """Measure the tensors in ``folder`` and write the table to ``path``."""
-    rows = survey(folder)
+def write_table(rows: list[dict[str, str]], path: Path) -> None:
+    """Write rows of one shape as CSV."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -125,4 +173,5 @@ def write_sizes(folder: Path, path: Path = SIZES_CSV) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m kvfold.codec.survey KV_FOLDER")
-    write_sizes(Path(sys.argv[1]))
+    write_table(survey(Path(sys.argv[1])), SIZES_CSV)
+    write_table(expected_ratios(Path(sys.argv[1])), EXPECTED_CSV)

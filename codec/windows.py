@@ -6,6 +6,10 @@ calibration values, and of windows that cover equally many the highest. A window
 its base is at most 248 (narrow) or 240 (wide): a channel whose values all have exponent 255 gets the window
 that ends there, a dead channel (exponent 0 only) the one that starts at 0.
 
+Formats with shorter codes use the inner windows, of 3, 4, 6 and 7 exponents, chosen by the same rule but for
+one: those of 3 and 6 are a pair for codes of two levels, the first inside the second, with the fewest
+``misses of 3 + 2 x misses of 6`` (a first miss costs a second code of 2 bits, a second one a nibble).
+
 Leading axes are free: ``[kv_head, token, head_dim]`` gives windows per head and channel, and
 ``[layer, kv, kv_head, token, head_dim]`` per layer, K/V, head and channel.
 """
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 
 NARROW_WIDTH = 8
 WIDE_WIDTH = 16
+INNER_WIDTHS = (3, 4, 6, 7)
 EXPONENTS = 256
 
 
@@ -36,6 +41,15 @@ class Windows:
 
     narrow_base: NDArray[np.uint8]
     wide_base: NDArray[np.uint8]
+    inner_bases: NDArray[np.uint8] | None = None  # [len(INNER_WIDTHS), ..., head_dim]
+
+    def base(self, width: int) -> NDArray[np.uint8]:
+        """First exponents of the windows of ``width``; ValueError where they were not calibrated."""
+        if width in (NARROW_WIDTH, WIDE_WIDTH):
+            return self.narrow_base if width == NARROW_WIDTH else self.wide_base
+        if self.inner_bases is None:
+            raise ValueError(f"windows of {width} exponents must be calibrated, got windows of 8 and 16 only")
+        return self.inner_bases[INNER_WIDTHS.index(width)]
 
     def __post_init__(self) -> None:
         if self.narrow_base.shape != self.wide_base.shape:
@@ -51,6 +65,23 @@ class Windows:
                 raise ValueError(f"{name} must be uint8, got {base.dtype}")
             if base.size and int(base.max()) > EXPONENTS - width:
                 raise ValueError(f"{name} must be at most {EXPONENTS - width}, got {int(base.max())}")
+        if self.inner_bases is not None:
+            self._check_inner(self.inner_bases)
+
+    def _check_inner(self, inner: NDArray[np.uint8]) -> None:
+        expected = (len(INNER_WIDTHS), *self.narrow_base.shape)
+        if inner.dtype != np.uint8 or inner.shape != expected:
+            raise ValueError(
+                f"inner_bases must be uint8 {list(expected)}, got {inner.dtype} {list(inner.shape)}"
+            )
+        for width, base in zip(INNER_WIDTHS, inner, strict=True):
+            if base.size and int(base.max()) > EXPONENTS - width:
+                raise ValueError(
+                    f"bases of windows of {width} must be at most {EXPONENTS - width}, got {int(base.max())}"
+                )
+        first, second = self.base(3).astype(np.int16), self.base(6).astype(np.int16)
+        if ((first < second) | (first > second + 3)).any():
+            raise ValueError("the window of 3 must lie inside that of 6 in every channel")
 
 
 def exponents(patterns: NDArray[np.uint16]) -> NDArray[np.uint8]:
@@ -79,7 +110,9 @@ def windows_of(histogram: NDArray[np.int64]) -> Windows:
     """The best narrow and wide window of each channel of an exponent histogram ``[..., head_dim, 256]``."""
     if not histogram.any():
         raise ValueError("calibration needs at least one value, got none")
-    return Windows(_best_base(histogram, NARROW_WIDTH), _best_base(histogram, WIDE_WIDTH))
+    first, second = _best_pair(histogram)
+    inner = np.stack([first, _best_base(histogram, 4), second, _best_base(histogram, 7)])
+    return Windows(_best_base(histogram, NARROW_WIDTH), _best_base(histogram, WIDE_WIDTH), inner)
 
 
 def calibrate(arrays: Sequence[NDArray[np.uint16]]) -> Windows:
@@ -123,8 +156,32 @@ def rotate_keys(keys: NDArray[np.uint16], by_tokens: int, rope_theta: float) -> 
     return ((bits + to_nearest_even) >> np.uint32(16)).astype(np.uint16)
 
 
-def _best_base(histogram: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+def count_outside(patterns: NDArray[np.uint16], base: NDArray[np.uint8], width: int) -> int:
+    """Elements of ``[kv_head, token, head_dim]`` whose exponent lies outside their channel's window."""
+    offsets = exponents(patterns).astype(np.int16) - base[:, None, :].astype(np.int16)
+    return int(np.count_nonzero((offsets < 0) | (offsets >= width)))
+
+
+def _covered(histogram: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """Values inside the window at every base: ``[..., head_dim, 257 - width]``."""
     below = np.concatenate([np.zeros_like(histogram[..., :1]), np.cumsum(histogram, axis=-1)], axis=-1)
-    covered = below[..., width:] - below[..., :-width]  # [..., head_dim, 257 - width]
-    from_the_top = np.argmax(covered[..., ::-1], axis=-1)
-    return (EXPONENTS - width - from_the_top).astype(np.uint8)
+    return below[..., width:] - below[..., :-width]
+
+
+def _best_base(histogram: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    return _highest_argmax(_covered(histogram, width))
+
+
+def _best_pair(histogram: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Bases of the windows of 3 and 6, the first inside the second; ties to the highest 6, then 3."""
+    three, six = _covered(histogram, 3), _covered(histogram, 6)  # [..., 254], [..., 251]
+    inside = np.stack([three[..., shift : shift + six.shape[-1]] for shift in range(4)])  # [4, ..., 251]
+    second = _highest_argmax(inside.max(axis=0) + 2 * six)
+    at_second = np.take_along_axis(inside, second[None, ..., None].astype(np.int64), axis=-1)[..., 0]
+    shift = len(inside) - 1 - np.argmax(at_second[::-1], axis=0)
+    return (second + shift).astype(np.uint8), second
+
+
+def _highest_argmax(scores: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The last index of the largest score along the last axis."""
+    return (scores.shape[-1] - 1 - np.argmax(scores[..., ::-1], axis=-1)).astype(np.uint8)

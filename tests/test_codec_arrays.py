@@ -1,11 +1,12 @@
 """Array files: each way in which one can be bad is named with the file, the rule and the value."""
 
 import io
+import os
 
 import numpy as np
 import pytest
 
-from kvfold.codec.arrays import load_patterns
+from kvfold.codec.arrays import load_patterns, load_values, save_bytes, save_values
 from kvfold.codec.errors import BadArrayError
 
 
@@ -87,3 +88,36 @@ def test_missing_file(tmp_path):
 def test_a_folder(tmp_path):
     with pytest.raises(BadArrayError, match="cannot be read: Is a directory"):
         load_patterns(tmp_path)
+
+
+def test_fp8_files_are_read_where_they_are_allowed(tmp_path):
+    path = tmp_path / "k.npy"
+    path.write_bytes(npy(GOOD.astype(np.uint8)))
+    assert load_values(path).dtype == np.uint8
+    path.write_bytes(npy(GOOD))
+    assert np.array_equal(load_values(path, 1), np.moveaxis(GOOD, 1, 0))
+    path.write_bytes(npy(GOOD.astype(np.int8)))
+    with pytest.raises(BadArrayError, match=r"must be uint16 .* or uint8 \(FP8 bit patterns\), got \|i1"):
+        load_values(path)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "u1"])
+def test_what_is_saved_is_read(tmp_path, dtype):
+    path = tmp_path / "k.npy"
+    save_values(path, GOOD.astype(dtype))
+    assert np.array_equal(load_values(path), GOOD)
+    assert [file.name for file in tmp_path.iterdir()] == ["k.npy"]
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    save_bytes(path, b"old")
+
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

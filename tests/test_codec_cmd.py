@@ -11,6 +11,7 @@ from kvfold.analysis.cmd_codec import app
 from kvfold.codec.cases import contents
 from kvfold.codec.errors import BadArrayError
 from kvfold.codec.formats import FORMATS
+from kvfold.codec.names import known_names
 
 KEYS = {
     *("encoded_ratio", "bits_per_element", "resident_saving", "entropy_bound_ratio"),
@@ -108,7 +109,10 @@ def test_lost_bits_exit_6_and_show_the_first_five(arrays, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--format", "zip"), "must be one of bf16, gaac, got 'zip'"),
+        (("--format", "zip"), "format must be one of bf16, gaac,"),
+        (("--format", "gaac:group=5"), "group 4, 8, 16, 32"),
+        (("--format", "fixed4", "--block-tokens", "24"), "must be a multiple of 16, got 24"),
+        (("--calibrate-on", "x.npy", "--calibration", "y"), "excludes --calibrate-on"),
         (("--block-tokens", "0"), "Invalid value for '--block-tokens'"),
         (("--head-axis", "3"), "Invalid value for '--head-axis'"),
     ],
@@ -117,6 +121,51 @@ def test_usage_errors_exit_2(arrays, options, message):
     result = run(arrays[0], *options)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_every_format_is_measured_beside_its_bound(arrays):
+    for name in known_names():
+        report = json.loads(run(*arrays, "--format", name, "--block-tokens", "32", "--json").stdout)
+        is_fp8 = "fp8" in name
+        lossy = 2 if is_fp8 else 1
+        assert report["encoded_ratio"] <= report["entropy_bound_ratio"]
+        assert 0.95 * lossy < report["worst_block"]["ratio"] <= report["encoded_ratio"]
+        assert (report["ratio_to_fp8"] is not None) == is_fp8
+        has_lists = name.startswith(("esc", "tag"))
+        assert (report["pooled_saving"] is not None) == has_lists
+        if has_lists:
+            assert 0 < report["pooled_saving"] < 1 - 1 / report["encoded_ratio"]
+        assert report["resident_saving"] < 1 - 1 / report["encoded_ratio"] + 1e-9
+
+
+def test_table_has_bound_worst_block_and_both_residences(arrays):
+    table = run(*arrays, "--format", "esc3").stdout
+    for row in ("bound of a static", "worst block's ratio", "saving, in slots", "saving, planes and chunks"):
+        assert row in table
+    table = run(arrays[0], "--format", "esc2-2+fp8-e5m2").stdout
+    assert "as the cast left it" in " ".join(table.split())
+    assert "encoded ratio, to FP8" in table
+
+
+def test_parameters_are_part_of_the_name(arrays):
+    def ratio(name):
+        return json.loads(run(arrays[0], "--format", name, "--json").stdout)["encoded_ratio"]
+
+    assert ratio("gaac:group=8,axis=channel") == ratio("gaac")
+    assert ratio("gaac:group=16,axis=token") != ratio("gaac")
+    assert ratio("fp8-e4m3:scale=amax") == ratio("fp8-e4m3") == 2
+
+
+def test_fp8_arrays_are_packed_as_they_are(arrays, tmp_path):
+    values = np.random.default_rng(2).integers(0, 256, (2, 128, 16), dtype=np.uint8)
+    np.save(tmp_path / "fp8.npy", values)
+    report = json.loads(run(tmp_path / "fp8.npy", "--format", "esc3+fp8-e5m2", "--json").stdout)
+    assert report["mismatches"] == 0
+    assert report["ratio_to_fp8"] == 1
+    result = run(tmp_path / "fp8.npy", "--format", "gaac")
+    assert result.exit_code == 2
+    result = run(arrays[0], tmp_path / "fp8.npy", "--format", "fp8-e4m3")
+    assert "dtype must be that of the other arrays, uint16, got uint8" in str(result.exception)
 
 
 def save(path, shape):

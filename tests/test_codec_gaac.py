@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvfold.codec import gaac
 from kvfold.codec.cases import CONTENTS, contents, every_pattern
 from kvfold.codec.errors import CorruptDataError
-from kvfold.codec.formats import FORMATS
 from kvfold.codec.packed import Packed
 from kvfold.codec.reference import decode_gaac
 from kvfold.codec.verify import find_mismatches
@@ -85,32 +84,49 @@ def test_any_contents_and_shape_come_back(kind, kv_heads, tokens, head_dim, bloc
     assert np.array_equal(packed.page_bytes, (fixed + payload + 15) // 16 * 16)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_tails_of_every_length_come_back(name, head_dim):
-    rng = np.random.default_rng(head_dim)
-    windows = windows_for(2, head_dim, rng)
-    for tail_tokens in range(1, 64):
-        patterns = contents("outlier", (2, 64 + tail_tokens, head_dim), rng)
-        assert_same_bits(patterns, FORMATS[name].decode(FORMATS[name].encode(patterns, windows, 64)))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", ["uniform", "normal"])
-def test_ten_million_values_come_back(name, kind):
-    patterns = contents(kind, (8, 64 * 154, 128), np.random.default_rng(7))
-    assert patterns.size > 10_000_000
-    windows = calibrate([patterns[:, :2048]])
-    assert_same_bits(patterns, FORMATS[name].decode(FORMATS[name].encode(patterns, windows, 64)))
-
-
+@pytest.mark.parametrize("group", gaac.GROUPS)
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_the_plain_decoder_reads_the_same_bytes(kind, axis):
+def test_the_plain_decoder_reads_the_same_bytes(kind, axis, group):
     rng = np.random.default_rng(11)
-    patterns = contents(kind, (3, 40, 24), rng)
-    packed = gaac.encode(patterns, windows_for(3, 24, rng), 16, axis)
-    assert_same_bits(patterns, decode_gaac(packed))
+    patterns = contents(kind, (2, 70, 32), rng)
+    windows = windows_for(2, 32, rng)
+    for two_bit in (False, True):
+        packed = gaac.encode(patterns, windows, 32, axis, group, two_bit)
+        assert_same_bits(patterns, decode_gaac(packed, group))
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(
+    kind=st.sampled_from(CONTENTS),
+    group=st.sampled_from(gaac.GROUPS),
+    axis=st.sampled_from(["channel", "token"]),
+    two_bit=st.booleans(),
+    tokens=st.integers(0, 100),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_groups_of_any_size_come_back_and_take_their_bits(kind, group, axis, two_bit, tokens, seed):
+    rng = np.random.default_rng(seed)
+    patterns = contents(kind, (2, tokens, 96), rng)
+    windows = windows_for(2, 96, rng)
+    packed = gaac.encode(patterns, windows, 32, axis, group, two_bit)
+    assert_same_bits(patterns, gaac.decode(packed, group, two_bit))
+
+    blocks = patterns[:, : tokens - tokens % 32].reshape(2, -1, 32, 96).swapaxes(0, 1)
+    exponent = (blocks >> 7 & 0xFF).astype(int)
+    inside = {
+        bits: (exponent - windows.base(width)[:, None]) // width == 0
+        for bits, width in ((2, 4), (3, 8), (4, 16))
+    }
+    bits = np.full((packed.page_count, 2, 32 * 96 // group), 8)
+    for width in (4, 3, 2) if two_bit else (4, 3):
+        ordered = inside[width] if axis == "channel" else inside[width].swapaxes(2, 3)
+        bits[ordered.reshape(*bits.shape, group).all(axis=-1)] = width
+    payload = -(-(bits * group).sum(axis=-1) // 8)  # [pages, kv_heads]
+    fixed = 2 * (4 + 32 * 96 + -(-32 * 96 // group // 4))
+    assert np.array_equal(packed.page_bytes, (fixed + payload.sum(axis=-1) + 15) // 16 * 16)
+    counts = gaac.mode_counts(packed, group, two_bit)
+    assert list(counts.values()) == [int((bits == width).sum()) for width in (3, 4, 8, 2)[: len(counts)]]
 
 
 def test_the_bytes_of_a_page_written_out():
@@ -147,7 +163,7 @@ def test_a_group_with_one_value_above_its_window_leaves_the_mode():
             patterns = np.full((1, 1, 8), 122 << 7, np.uint16)
             patterns[0, 0, lane] = exponent << 7
             counts = gaac.mode_counts(gaac.encode(patterns, windows, 1))
-            assert counts == {name: int(name == mode) for name in gaac.MODE_NAMES}
+            assert counts == {name: int(name == mode) for name in ("3-bit", "4-bit", "raw")}
 
 
 @pytest.mark.parametrize(
@@ -171,15 +187,6 @@ def test_encode_refuses(shape, block_tokens, axis, message):
 def packed_sample() -> Packed:
     rng = np.random.default_rng(5)
     return gaac.encode(contents("outlier", (2, 16, 16), rng), windows_for(2, 16, rng), 8)
-
-
-@pytest.mark.parametrize("name", ["gaac", "bf16"])
-def test_truncated_pages_are_corrupt_at_every_length(name):
-    rng = np.random.default_rng(5)
-    packed = FORMATS[name].encode(contents("outlier", (2, 16, 16), rng), windows_for(2, 16, rng), 8)
-    for kept in range(len(packed.pages)):
-        with pytest.raises(CorruptDataError):
-            FORMATS[name].decode(replace(packed, pages=packed.pages[:kept]))
 
 
 def test_a_page_cut_short_with_its_place_is_corrupt():
@@ -233,6 +240,25 @@ def test_random_pages_are_corrupt():
         pages[:4] = packed.pages[:4]
         with pytest.raises(CorruptDataError, match="page 0"):
             gaac.decode(replace(packed, pages=pages))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "message"),
+    [
+        (64, 12, "group must be one of 4, 8, 16, 32, got 12"),
+        (80, 32, "head_dim must be a multiple of 32, got 80"),
+    ],
+)
+def test_encode_refuses_groups(head_dim, group, message):
+    windows = Windows(np.zeros((1, head_dim), np.uint8), np.zeros((1, head_dim), np.uint8))
+    with pytest.raises(ValueError, match=message):
+        gaac.encode(np.zeros((1, 64, head_dim), np.uint16), windows, 64, group=group)
+
+
+def test_the_2_bit_mode_needs_its_window():
+    windows = Windows(np.zeros((1, 8), np.uint8), np.zeros((1, 8), np.uint8))
+    with pytest.raises(ValueError, match="windows of 4 exponents must be calibrated"):
+        gaac.encode(np.zeros((1, 8, 8), np.uint16), windows, 8, two_bit=True)
 
 
 def test_find_mismatches_sees_nan_payloads_and_the_sign_of_zero():

@@ -5,6 +5,7 @@ from math import erf, log2, sqrt
 import numpy as np
 import pytest
 
+from kvfold.codec import fixed4
 from kvfold.codec.cases import contents
 from kvfold.codec.formats import FORMATS
 from kvfold.codec.packed import Packed
@@ -38,6 +39,23 @@ def test_slot_is_the_largest_calibration_page_plus_slack_in_steps_of_16():
 
 def test_a_slot_is_never_larger_than_a_raw_page():
     assert slot_bytes([packed_pages(16_640)]) == 16_384
+
+
+def test_pages_as_large_as_raw_ones_ask_for_no_slot():
+    assert slot_bytes([packed_pages(10_000, 16_384, 16_640)], slack=0) == 10_000
+
+
+def test_a_format_of_one_size_has_a_slot_of_that_size_and_raw_pages_beside_it():
+    """The second page has an infinity in every element, so it stays raw; no slack where no page can be larger."""
+    patterns = contents("normal", (2, 768, 64), np.random.default_rng(4))
+    patterns[:, 256:512] = 0x7F80
+    windows, slot = calibrate_format([patterns], FORMATS["fixed4"], 256)
+    assert slot == fixed4.coded_page_bytes(2, 256, 64)
+    measured = measure(
+        patterns, FORMATS["fixed4"].encode(patterns, windows, 256), windows, FORMATS["fixed4"], slot
+    )
+    assert measured.raw_pages == 1
+    assert measured.resident_bytes == 2 * slot + 65_536 + 3 * 8
 
 
 @pytest.mark.parametrize(

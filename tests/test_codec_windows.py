@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.codec.gaac import count_exceptions
 from kvfold.codec.windows import (
     Windows,
     calibrate,
+    count_outside,
     exponent_histogram,
     exponents,
     rotate_keys,
@@ -29,6 +29,63 @@ def test_no_window_covers_more_and_of_equal_ones_none_is_higher(values):
         covered = [sum(low <= value < low + width for value in values) for low in range(257 - width)]
         highest = max(low for low, count in enumerate(covered) if count == max(covered))
         assert base.tolist() == [[highest]]
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.lists(st.one_of(st.integers(0, 255), st.integers(100, 110)), min_size=1, max_size=40))
+def test_the_pair_of_3_and_6_costs_least_and_the_other_inner_windows_cover_most(values):
+    windows = calibrate([one_channel(*values)])
+
+    def missed(low, width):
+        return sum(not low <= value < low + width for value in values)
+
+    def cost(first, second):
+        return missed(first, 3) + 2 * missed(second, 6)
+
+    pairs = [(second, second + shift) for second in range(251) for shift in range(4)]
+    least = min(cost(first, second) for second, first in pairs)
+    expected = max((second, first) for second, first in pairs if cost(first, second) == least)
+    assert (windows.base(6).item(), windows.base(3).item()) == expected
+    for width in (4, 7):
+        least = min(missed(low, width) for low in range(257 - width))
+        highest = max(low for low in range(257 - width) if missed(low, width) == least)
+        assert windows.base(width).item() == highest
+
+
+def test_a_miss_of_6_counts_twice():
+    """Ten values spread over six exponents, eight over three others: 5 + 2 x 10 beats 8 + 2 x 8."""
+    spread = [100, 100, 101, 102, 102, 103, 103, 104, 105, 105]
+    windows = calibrate([one_channel(*spread, 200, 200, 200, 201, 201, 202, 202, 202)])
+    assert windows.base(6).item() == 100
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (np.zeros((4, 1, 9), np.uint8), r"inner_bases must be uint8 \[4, 1, 8\], got uint8 \[4, 1, 9\]"),
+        (np.zeros((4, 1, 8), np.int64), r"got int64 \[4, 1, 8\]"),
+        (np.full((4, 1, 8), 251, np.uint8), "bases of windows of 6 must be at most 250, got 251"),
+        (
+            np.array([4, 0, 0, 0], np.uint8).repeat(8).reshape(4, 1, 8),
+            "window of 3 must lie inside that of 6",
+        ),
+        (
+            np.array([4, 0, 5, 0], np.uint8).repeat(8).reshape(4, 1, 8),
+            "window of 3 must lie inside that of 6",
+        ),
+    ],
+)
+def test_inner_windows_refuse(inner, message):
+    with pytest.raises(ValueError, match=message):
+        Windows(np.zeros((1, 8), np.uint8), np.zeros((1, 8), np.uint8), inner)
+
+
+def test_windows_of_8_and_16_alone_have_no_others():
+    windows = Windows(np.zeros((1, 8), np.uint8), np.ones((1, 8), np.uint8))
+    assert windows.base(8) is windows.narrow_base
+    assert windows.base(16) is windows.wide_base
+    with pytest.raises(ValueError, match="windows of 7 exponents must be calibrated"):
+        windows.base(7)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +200,7 @@ def test_rotated_calibration_cures_drift_of_real_keys(shared_data):
     late = np.load(shared_data / "kv" / "smollm2_135m_code_pos6144_L14_k.npy")
 
     def miss_share(patterns, windows):
-        return count_exceptions(patterns, windows) / patterns.size
+        return count_outside(patterns, windows.narrow_base, 8) / patterns.size
 
     plain = calibrate([early])
     assert miss_share(early, plain) == pytest.approx(0.0094, abs=1e-4)
