@@ -277,6 +277,11 @@ def _limits(question: Question) -> list[str]:
         "KV of generated tokens is shared with a later call only as far as the trace's own hashes say so",
         "differences below a few percent are finer than the cost model; compare signs and orders",
     ]
+    limits += [
+        f"{sizes.name} is lossy: it changes values, and what that does to answers is not in this plan"
+        for sizes in question.formats
+        if not sizes.lossless
+    ]
     if question.trace.meta.hash_scope == "none":
         limits.append("the trace has no prefix hashes, so no call shares a prefix with another")
     return limits

@@ -37,6 +37,8 @@ _ESTIMATE = "decoding estimated, its overlap with reading not measured and taken
 # hidden. `fixed4` was measured on an H200: 364.0 us where BF16 takes 484.1 (1.330x, its bytes allow 1.333x).
 DECODE_COSTS = {
     "bf16": DecodeCost(0.0, 0.0, "published", "nothing to decode"),
+    "fp8-e4m3": DecodeCost(0.0, 0.0, "published", "lossy cast; tensor cores read it as it is"),
+    "fp8-e5m2": DecodeCost(0.0, 0.0, "published", "lossy cast; tensor cores read it as it is"),
     "gaac": DecodeCost(7.75, 0.0, "measured", "decoding estimated (7.5 to 8), no overlap as published"),
     "gaac-2bit": DecodeCost(10.0, 0.0, "measured", f"{_ESTIMATE} (10 or more)"),
     "fixed4": DecodeCost(4.5, 1.0, "measured", "decoding estimated, its overlap measured on an H200"),
@@ -60,6 +62,16 @@ class FormatSizes:
     decode_overlap: float  # share of the shorter of (reading, decoding) hidden behind the longer
     source: str
     origin: str  # measured | modelled | published
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every BF16 value comes back."""
+        return "fp8-" not in self.name
+
+    @property
+    def packed(self) -> bool:
+        """Whether a codec packs whole blocks, so that tokens wait in a raw tail until theirs is full."""
+        return self.slot_bits < BF16_BITS and not self.name.startswith("fp8-")
 
     @property
     def resident_bits(self) -> float:

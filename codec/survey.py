@@ -72,6 +72,11 @@ EARLY_PAIR = Pair(
 )
 
 
+#: Formats of which every element takes the same bits, in pool pages that no codec packs.
+DEFINED_BITS = {"bf16": BF16_BITS, "fp8-e4m3": 8.0, "fp8-e5m2": 8.0}
+PAGE_TOKENS = FORMATS["bf16"].block_tokens
+
+
 def survey(folder: Path) -> list[dict[str, str]]:
     """The rows of sizes.csv from the tensors in ``folder``.
 
@@ -81,13 +86,14 @@ def survey(folder: Path) -> list[dict[str, str]]:
     """
     rows = [
         _row(
-            "bf16",
+            name,
             kind,
-            "16 bits by definition",
+            f"{bits:g} bits by definition",
             str(quantile),
-            BF16_BITS,
+            bits,
             "0.000000" if quantile == "slot" else "",
         )
+        for name, bits in DEFINED_BITS.items()
         for kind in "kv"
         for quantile in (*(f"{quantile:g}" for quantile in QUANTILES), "mean", "slot")
     ]
@@ -158,7 +164,8 @@ def expected_ratios(folder: Path) -> list[dict[str, str]]:
 def _row(
     name: str, kind: str, source: str, quantile: str, bits: float, raw_block_share: str = ""
 ) -> dict[str, str]:
-    values = (name, str(FORMATS[name].block_tokens), kind, source, quantile, f"{bits:.6f}", raw_block_share)
+    block_tokens = PAGE_TOKENS if name in DEFINED_BITS else FORMATS[name].block_tokens
+    values = (name, str(block_tokens), kind, source, quantile, f"{bits:.6f}", raw_block_share)
     return dict(zip(COLUMNS, values, strict=True))
 
 

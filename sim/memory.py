@@ -208,7 +208,7 @@ def _cut_into_units(
     Sliding windows are charged in full and in BF16 whatever the format: a packed block is written once and never
     again, while a window keeps dropping its oldest tokens.
     """
-    packed = sizes.resident_bits < 8 * BF16_BYTES
+    packed = sizes.packed
     unit_tokens = sizes.block_tokens if packed else page_tokens
     growing_bytes = ceil(Fraction(sizes.resident_bits) * model.kv_elements_per_token(tp) * unit_tokens / 8)
     unit_bytes = max(1, growing_bytes)  # a model with windows only has nothing that grows; 0 would divide

@@ -213,7 +213,7 @@ class StepCost:
         add("sampling", 3 * 4 * model.vocab / tp * sampled)
         elements = model.kv_elements_per_token(tp)
         add("KV write", (elements + model.window_kv_elements_per_token(tp)) * 2 * tokens)
-        if self.sizes.slot_bits < 16:
+        if self.sizes.packed:
             add("pack filled blocks", elements * (2 + self.sizes.encoded_bits / 8) * tokens)
             # the raw tail holds (block_tokens - 1) / 2 tokens on average, read at 16 bits instead of packed ones
             tail_tokens = (self.sizes.block_tokens - 1) / 2 * sequences
@@ -293,7 +293,7 @@ def step_cost(
 
     elements = model.kv_elements_per_token(tp)
     unpack_s = 0.0
-    if sizes.slot_bits < 16:
+    if sizes.packed:
         moved_s = elements * (_read_bits(sizes) / 8 + 2) / bandwidth
         unpack_s = _combined_s(moved_s, elements * _work_s_per_element(gpu, sizes), sizes)
     return StepCost(
