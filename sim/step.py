@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kvfold.sim.costs import CostTable, Segment
 from kvfold.sim.errors import ConfigError
@@ -109,28 +109,31 @@ class StepCost:
 
     def attention(self, sequences: int, kv_tokens: int) -> Segment:
         """Attention over what grows with the context: measured where there is a table, else modelled."""
-        table = self.costs.attend.get(self.sizes.name) if self.costs else None
-        if table is None or not self.model.full_layers:
-            self._refuse(f"attention over {self.sizes.name}", "modelled")
-            return Segment(0, self.kv_token_fs, None, "modelled")
         if sequences not in self._segments:
-            model = self.model
-            elements = model.kv_elements_per_token(self.tp)
-            layers = elements / (2 * table.kv_heads * table.head_dim)
-            shape = (model.q_heads // self.tp, max(1, model.kv_heads // self.tp), model.head_dim)
-            same = shape == (table.q_heads, table.kv_heads, table.head_dim) and not model.mla_layers
-            self._segments[sequences] = table.segments(sequences, layers, same)
+            self._segments[sequences] = self._attention_segments(sequences)
         starts, segments = self._segments[sequences]
         found = segments[bisect_right(starts, kv_tokens) - 1]
-        self._refuse(f"attention of {sequences} sequences with {kv_tokens} KV tokens in all", found.origin)
+        if self.strict and found.origin != "interpolated":
+            self._refuse(
+                f"attention of {sequences} sequences with {kv_tokens} KV tokens in all", found.origin
+            )
         return found
 
-    def _refuse(self, what: str, origin: str) -> None:
-        if self.strict and origin != "interpolated":
-            raise ConfigError(
-                f"--strict-costs takes measured costs alone, and {what} is {origin} for {self.model.name} on "
-                f"{self.gpu.name}; leave the option out, or measure the point with kvfold kernels bench"
-            )
+    def _attention_segments(self, sequences: int) -> tuple[list[int], list[Segment]]:
+        model = self.model
+        table = self.costs.attend.get(self.sizes.name) if self.costs else None
+        if table is None or not model.full_layers:
+            return [0], [Segment(0, self.kv_token_fs, None, "modelled")]
+        layers = model.kv_elements_per_token(self.tp) / (2 * table.kv_heads * table.head_dim)
+        shape = (model.q_heads // self.tp, max(1, model.kv_heads // self.tp), model.head_dim)
+        same = shape == (table.q_heads, table.kv_heads, table.head_dim) and not model.mla_layers
+        return table.segments(sequences, layers, same)
+
+    def _refuse(self, what: str, origin: str) -> NoReturn:
+        raise ConfigError(
+            f"--strict-costs takes measured costs alone, and {what} is {origin} for {self.model.name} on "
+            f"{self.gpu.name}; leave the option out, or measure the point with kvfold kernels bench"
+        )
 
     def base_fs(self, sequences: int, prompt_tokens: int, ending_prompts: int) -> int:
         """What a step costs whatever the lengths of its contexts: weights, overhead, sampling, packing."""
@@ -201,7 +204,8 @@ class StepCost:
 
         add("linear layers", weights.dense, 2 * model.dense_params / tp * tokens)
         measured = self._linear_us(tokens)
-        self._refuse(f"linear layers of {tokens} tokens", measured[1] if measured else "modelled")
+        if self.strict and (measured is None or measured[1] != "interpolated"):
+            self._refuse(f"linear layers of {tokens} tokens", measured[1] if measured else "modelled")
         if measured is not None:
             rows[-1] = ("linear layers", _fs(measured[0] / 1e6), rows[-1][2], measured[1])
         if model.moe_layers:

@@ -116,7 +116,7 @@ def test_strict_costs_refuse_what_was_not_measured(table):
     assert cost.decode_fs(4, 20_000, 0) > 0
     with pytest.raises(ConfigError, match="300000 KV tokens in all is extrapolated"):
         cost.attention(64, 300_000)
-    with pytest.raises(ConfigError, match="attention over gaac is modelled"):
+    with pytest.raises(ConfigError, match="attention of 1 sequences with 1000 KV tokens in all is modelled"):
         step_cost(MODEL, GPU, SIZES["gaac"], costs=table, strict=True).attention(1, 1000)
 
 
