@@ -20,8 +20,9 @@ _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 1.96)
 class Capacity:
     """Highest loads of baseline and format (means over seeds, None: none served) and the change between them.
 
-    `change` is None unless every search of both found a limit; `ci95` is the bracket of the search (one seed) or
-    a t interval of the logarithm of the ratio over seeds. `exhausted`: some trace held too little work.
+    `change` is None unless every search of both found a limit; `ci95` is a t interval of the logarithm of the
+    ratio over seeds, None with one seed: how finely one search resolves says nothing about another draw of the
+    load. `exhausted`: some trace held too little work.
     """
 
     baseline: float | None
@@ -40,7 +41,7 @@ def capacity(before: Sequence[Found], after: Sequence[Found]) -> Capacity:
     change = ci95 = None
     if limits and known[0] and known[1]:
         change = known[1] / known[0] - 1
-        ci95 = _bracket(before[0], after[0]) if len(before) == 1 else _over_seeds(*loads)
+        ci95 = _over_seeds(*loads) if len(before) > 1 else None
     return Capacity(
         baseline=known[0],
         value=known[1],
@@ -49,13 +50,6 @@ def capacity(before: Sequence[Found], after: Sequence[Found]) -> Capacity:
         exhausted=any(found.exhausted for found in (*before, *after)),
         searches=len(before) + len(after),
     )
-
-
-def _bracket(before: Found, after: Found) -> tuple[float, float] | None:
-    """The change as far as one search resolves it: each limit lies between what was served and what was not."""
-    if not (before.best and after.best and before.failed_load and after.failed_load):
-        return None
-    return after.best.load / before.failed_load - 1, after.failed_load / before.best.load - 1
 
 
 def _over_seeds(before: list[float], after: list[float]) -> tuple[float, float]:

@@ -154,12 +154,12 @@ def _recorded(question: Question, answers: Answers, others: list[str]) -> dict[s
 
 
 def _capacity_method(question: Question, answers: Answers) -> str:
-    how = "the bracket of the search"
+    how = "none from one search, which resolves 3 %: --seeds draws more"
     if question.seeds > 1:
         how = f"a 95 % t interval over {question.seeds} rotations of the sessions against their starts"
     return (
-        f"for the highest load {how} (at least {100 * answers.gate:.3g} % of the requests that fit the context "
-        "must meet the SLO)"
+        f"for the highest load {how} (served: at least {100 * answers.gate:.3g} % of the requests that fit the "
+        "context must meet the SLO)"
     )
 
 

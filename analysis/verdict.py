@@ -39,11 +39,13 @@ def verdict(question: Question, answers: Answers, plan: dict[str, Any]) -> dict[
 
 
 def _best_format(question: Question, answers: Answers) -> tuple[str, float | None]:
-    """The format with the largest change of the highest load, the baseline itself if there is no other."""
+    """The format with the largest change of the highest load, the baseline itself if there is no other.
+
+    A lossy format is taken only where no lossless one was asked for: what it does to answers is not known here.
+    """
     base = answers.highest[question.baseline.name]
-    changes = {
-        sizes.name: capacity(base, answers.highest[sizes.name]).change for sizes in question.formats[1:]
-    }
+    others = [sizes for sizes in question.formats[1:] if sizes.lossless] or question.formats[1:]
+    changes = {sizes.name: capacity(base, answers.highest[sizes.name]).change for sizes in others}
     if not changes:
         return question.baseline.name, None
     name = max(changes, key=lambda each: float("-inf") if (known := changes[each]) is None else known)
@@ -116,6 +118,11 @@ def _text(
         parts.append(
             f"; {rejected:,} requests ({share:.1f} %) are longer than {tokens} tokens and were rejected"
         )
+    lossy = [sizes.name for sizes in question.formats if not sizes.lossless]
+    if lossy:
+        parts.append(
+            f"; {', '.join(lossy)} is lossy" + ("" if name in lossy else " and left out of this line")
+        )
     if not slo_met:
         where = "the recorded load" if answers.recorded else f"{answers.concurrency:,} live"
         parts.append(f"; NO format meets the SLO at {where} (below {100 * ATTAINMENT:g} % of requests)")
@@ -130,7 +137,7 @@ def _capacity_text(question: Question, answers: Answers, name: str, change: floa
     loads = f"{before:.3g} -> {after:.3g} {question.load_unit}"
     if found.ci95 is not None:
         low, high = (100 * bound for bound in found.ci95)
-        loads += f", 95 % CI {low:+.0f} to {high:+.0f} %" if question.seeds > 1 else ""
+        loads += f", 95 % CI {low:+.0f} to {high:+.0f} %"
     if abs(change) < 0.03:
         return f"{name} serves the same load on the same KV budget ({loads})"
     more = "more" if change > 0 else "less"

@@ -165,3 +165,15 @@ def test_an_slo_that_nothing_meets_exits_3_and_still_prints(monkeypatch, capsys)
     code, out = run_cli(monkeypatch, capsys, *ARGUMENTS, "--slo", "ttft=1ms", "--concurrency", "1")
     assert code == 3
     assert "NO format meets the SLO" in " ".join(out.split())
+
+
+def test_a_lossy_format_is_compared_and_never_recommended_over_a_lossless_one(sample):
+    asked = question(sample, formats=("bf16", "fixed4", "fp8-e4m3"))
+    found = plan(asked)
+    assert found["verdict"]["format"] == "fixed4"
+    assert "fp8-e4m3 is lossy and left out of this line" in found["verdict"]["text"]
+    assert any("fp8-e4m3 is lossy" in limit for limit in found["limits"])
+    assert {row["format"] for row in found["fixed_budget"]["rows"]} == {"fixed4", "fp8-e4m3"}
+    alone = plan(question(sample, formats=("bf16", "fp8-e4m3")))
+    assert alone["verdict"]["format"] == "fp8-e4m3"
+    assert "fp8-e4m3 is lossy" in alone["verdict"]["text"]
