@@ -11,7 +11,16 @@ from typing import Annotated
 
 import typer
 
-from kvfold.analysis import cmd_codec, cmd_list, cmd_mem, cmd_plan, cmd_replay, cmd_step, cmd_traces
+from kvfold.analysis import (
+    cmd_codec,
+    cmd_kernels,
+    cmd_list,
+    cmd_mem,
+    cmd_plan,
+    cmd_replay,
+    cmd_step,
+    cmd_traces,
+)
 
 app = typer.Typer(
     name="kvfold",
@@ -28,6 +37,7 @@ app.command("mem")(cmd_mem.mem)
 app.command("list")(cmd_list.list_)
 app.add_typer(cmd_traces.app, name="traces")
 app.add_typer(cmd_codec.app, name="codec")
+app.add_typer(cmd_kernels.app, name="kernels")
 
 
 def _version(value: bool) -> None:

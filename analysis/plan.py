@@ -81,7 +81,7 @@ def make_plan(
         },
         "rejected": _rejected(question, answers),
         "ci_method": f"{bootstrap.METHOD}; {_capacity_method(question, answers)}",
-        "notes": list(answers.equal[base].run.notes),
+        "notes": [*answers.equal[base].run.notes, *_origin_notes(answers)],
         "limits": _limits(question),
     }
     plan["verdict"] = verdict(question, answers, plan)
@@ -161,6 +161,20 @@ def _capacity_method(question: Question, answers: Answers) -> str:
         f"for the highest load {how} (served: at least {100 * answers.gate:.3g} % of the requests that fit the "
         "context must meet the SLO)"
     )
+
+
+def _origin_notes(answers: Answers) -> list[str]:
+    """How much of the time with decoding rests on attention costs outside the measured grid."""
+    notes = []
+    for name, outcome in answers.equal.items():
+        by_origin = outcome.run.attention_origin_s
+        outside, total = by_origin.get("extrapolated", 0.0), sum(by_origin.values())
+        if outside:
+            share = f"{100 * outside / total:.0f} %"
+            notes.append(
+                f"{name}: {share} of its decoding time has batches or contexts outside the measured grid"
+            )
+    return notes
 
 
 def _memory(question: Question) -> dict[str, Any]:

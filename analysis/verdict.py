@@ -126,7 +126,18 @@ def _text(
     if not slo_met:
         where = "the recorded load" if answers.recorded else f"{answers.concurrency:,} live"
         parts.append(f"; NO format meets the SLO at {where} (below {100 * ATTAINMENT:g} % of requests)")
-    return "".join(parts) + ". All step times modelled."
+    return f"{''.join(parts)}. {_origin_text(question)}"
+
+
+def _origin_text(question: Question) -> str:
+    """Which step times rest on measurements."""
+    costs = question.deployment.costs
+    measured = [sizes.name for sizes in question.formats if costs is not None and sizes.name in costs.attend]
+    if not measured:
+        return "All step times modelled."
+    modelled = [sizes.name for sizes in question.formats if sizes.name not in measured]
+    rest = f", of {', '.join(modelled)} and all other terms" if modelled else ", all other terms"
+    return f"Attention of {', '.join(measured)} interpolated from measurements{rest} modelled."
 
 
 def _capacity_text(question: Question, answers: Answers, name: str, change: float) -> str:

@@ -1,0 +1,196 @@
+"""Decode attention over raw BF16 pages: split-KV, paged, ragged. The baseline of every speed-up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kvfold.kernels.merge import empty_parts, merge_kernel
+
+if TYPE_CHECKING:
+    from kvfold.kernels.pages import PagedKv
+
+LOG2_E = 1.4426950408889634
+TILE_TOKENS = 128
+STAGES = 3
+ROWS = tl.constexpr(16)  # query heads of a group, padded to what a tensor core takes
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr,  # bfloat16 [batch, kv_heads * GROUP, HEAD_DIM]
+    k_ptr,  # bfloat16 [page, kv_heads, PAGE_TOKENS, HEAD_DIM]
+    v_ptr,
+    table_ptr,  # int32 [batch, table_width]
+    tokens_ptr,  # int32 [batch]
+    skips_ptr,  # int32 [batch]
+    part_ptr,  # float32 [batch, kv_heads, splits, ROWS, HEAD_DIM]
+    lse_ptr,  # float32 [batch, kv_heads, splits, ROWS]
+    table_width,
+    scale_log2,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGE_COUNT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # one split: the parts are the output
+    UPCAST: tl.constexpr,  # the interpreter has no bfloat16 products
+):
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    b = tl.program_id(2)
+    kv_heads = tl.num_programs(0)
+    split_count = tl.num_programs(1)
+    row = tl.arange(0, ROWS)
+    channel = tl.arange(0, HEAD_DIM)
+    lane = tl.arange(0, TILE)
+    tokens = tl.load(tokens_ptr + b)
+    skip = tl.load(skips_ptr + b)
+    tiles = tl.cdiv(tokens, TILE)
+    per_split = tl.cdiv(tiles, split_count)
+    first = split * per_split
+    last = tl.minimum(first + per_split, tiles)
+
+    q_offset = (b * kv_heads + head) * GROUP * HEAD_DIM + row[:, None] * HEAD_DIM + channel[None, :]
+    q = tl.load(q_ptr + q_offset, mask=row[:, None] < GROUP, other=0.0)  # [ROWS, HEAD_DIM]
+    if UPCAST:
+        q = q.to(tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    page_stride = kv_heads * PAGE_TOKENS * HEAD_DIM
+    for tile in tl.range(first, last, num_stages=STAGE_COUNT):
+        token = tile * TILE + lane
+        # Past the end the last token is read again, and its score masked off.
+        held = tl.minimum(token, tokens - 1)
+        if PAGE_TOKENS >= TILE:
+            page = tl.load(table_ptr + b * table_width + tile * TILE // PAGE_TOKENS).to(tl.int64)
+        else:
+            page = tl.load(table_ptr + b * table_width + held // PAGE_TOKENS).to(tl.int64)
+        place = page * page_stride + (head * PAGE_TOKENS + held % PAGE_TOKENS) * HEAD_DIM  # [TILE]
+        k = tl.load(k_ptr + place[None, :] + channel[:, None])  # [HEAD_DIM, TILE]
+        if UPCAST:
+            k = k.to(tl.float32)
+        score = tl.dot(q, k) * scale_log2
+        score = tl.where((token < tokens) & (token >= skip), score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        # All tokens so far may be skipped; -inf minus -inf would be NaN.
+        finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(score - finite_top[:, None])
+        decay = tl.exp2(top - finite_top)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None]
+        v = tl.load(v_ptr + place[:, None] + channel[None, :])  # [TILE, HEAD_DIM]
+        if UPCAST:
+            acc += tl.dot(weight.to(tl.bfloat16).to(tl.float32), v.to(tl.float32))
+        else:
+            acc = tl.dot(weight.to(tl.bfloat16), v, acc)
+        top = new_top
+    held_total = tl.where(total > 0, total, 1.0)
+    acc = acc / held_total[:, None]
+    if IS_WHOLE:
+        tl.store(part_ptr + q_offset, acc, mask=row[:, None] < GROUP)
+    else:
+        part = ((b * kv_heads + head) * split_count + split) * ROWS + row
+        tl.store(part_ptr + part[:, None] * HEAD_DIM + channel[None, :], acc)
+        tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(held_total), float("-inf")))
+
+
+def attend(
+    q: torch.Tensor,
+    kv: PagedKv,
+    scale: float,
+    splits: int,
+    out: torch.Tensor | None = None,
+    tile_tokens: int = TILE_TOKENS,
+    stages: int = STAGES,
+) -> torch.Tensor:
+    """Attention of ``q`` ``bfloat16 [batch, q_heads, head_dim]`` over raw pages only: float32 of that shape.
+
+    The softmax is split over ``splits`` programs per KV head and merged. Raises ValueError for more than 16 query
+    heads per KV head or shapes that do not fit.
+    """
+    check_query(q, kv, int(ROWS.value))
+    batch, q_heads, head_dim = q.shape
+    group = q_heads // kv.kv_heads
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device) if out is None else out
+    is_whole = splits == 1 and out.dtype == torch.float32
+    parts, lse = (out, out) if is_whole else empty_parts(q, kv.kv_heads * splits * ROWS.value)
+    _launch(q, kv, scale, splits, parts, lse, is_whole, tile_tokens, stages)
+    if is_whole:
+        return out
+    merge_kernel[(batch * kv.kv_heads, group)](
+        parts,
+        lse,
+        out,
+        splits,
+        SPLIT_TILE=triton.next_power_of_2(splits),
+        GROUP=group,
+        ROWS=ROWS,
+        HEAD_DIM=head_dim,
+    )
+    return out
+
+
+def attend_parts(
+    q: torch.Tensor, kv: PagedKv, scale: float, splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts of `attend` before they are merged: results, and log2 sums, -inf where nothing was read."""
+    parts, lse = empty_parts(q, kv.kv_heads * splits * ROWS.value)
+    _launch(q, kv, scale, splits, parts, lse, False, TILE_TOKENS, STAGES)
+    return parts, lse
+
+
+def _launch(
+    q: torch.Tensor,
+    kv: PagedKv,
+    scale: float,
+    splits: int,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    is_whole: bool,
+    tile_tokens: int,
+    stages: int,
+) -> None:
+    batch, q_heads, head_dim = q.shape
+    table = kv.table
+    _attend_kernel[(kv.kv_heads, splits, batch)](
+        q,
+        kv.raw_k,
+        kv.raw_v,
+        table.raw_pages,
+        table.raw_tokens,
+        table.raw_skips,
+        parts,
+        lse,
+        table.raw_pages.shape[1],
+        scale * LOG2_E,
+        GROUP=q_heads // kv.kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_TOKENS=kv.raw_page_tokens,
+        TILE=tile_tokens,
+        STAGE_COUNT=stages,
+        IS_WHOLE=is_whole,
+        UPCAST=not q.is_cuda,
+        num_warps=4,
+    )
+
+
+def check_query(q: torch.Tensor, kv: PagedKv, most_group: int) -> None:
+    """Raise ValueError unless ``q`` fits the batch, the heads and the place of ``kv``."""
+    if q.dtype != torch.bfloat16 or q.dim() != 3 or not q.is_contiguous():
+        raise ValueError(
+            f"q must be contiguous bfloat16 [batch, q_heads, head_dim], got {q.dtype} {list(q.shape)}"
+        )
+    batch, q_heads, head_dim = q.shape
+    if batch != kv.batch or head_dim != kv.head_dim or q_heads % kv.kv_heads:
+        raise ValueError(
+            f"q must be [{kv.batch}, a multiple of {kv.kv_heads}, {kv.head_dim}], got {list(q.shape)}"
+        )
+    if q_heads // kv.kv_heads > most_group:
+        raise ValueError(f"at most {most_group} query heads per KV head, got {q_heads // kv.kv_heads}")
+    if q.device != kv.raw_k.device:
+        raise ValueError(f"q must be on the device of the pages, {kv.raw_k.device}, got {q.device}")

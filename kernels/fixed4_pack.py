@@ -1,0 +1,300 @@
+"""Pack raw BF16 blocks into `fixed4` slots on the device; the bytes are those of the codec.
+
+One program per block and KV head. The layout is that of `kvfold.codec.fixed4`; token t of a block is unit t // 8,
+place t % 8, and the eight tiles of a block are the tokens of one place each: ``[U, HEAD_DIM]``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvfold.codec.fixed4 import exception_capacity, head_record_bytes
+
+BYTE_BITS = tl.constexpr(0x07F807F8)
+NIBBLE_BITS = tl.constexpr(0x80078007)
+LINE_BYTES = 128  # a copy of a row that starts inside a cache line takes one more request than it need
+# Sorts last: no entry is larger.
+UNUSED = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def rotate(word, bits: tl.constexpr):
+    """A uint32 rotated to the left."""
+    return word if bits % 32 == 0 else (word << (bits % 32)) | (word >> (32 - bits % 32))
+
+
+@triton.jit
+def _codes(pattern, base):
+    """12-bit codes in their places, and where there are exceptions; base is in the bits of a pattern."""
+    offset = (pattern & 0x7F80).to(tl.int32) - base
+    inside = (offset >= 0x80) & (offset <= 0x780)
+    is_zero = (pattern & 0x7FFF) == 0
+    code = tl.where(inside, offset.to(tl.uint32) | (pattern & 0x807F), 0)
+    code = tl.where(is_zero, pattern & 0x8000, code)
+    return code, (inside == 0) & (is_zero == 0)
+
+
+@triton.jit
+def _exponent(pattern):
+    """The exponent in the bits of a pattern, 0 where it is not finite."""
+    exponent = pattern & 0x7F80
+    return tl.where(exponent == 0x7F80, 0, exponent)
+
+
+@triton.jit
+def _pair_patterns(
+    pairs_ptr, patterns_ptr, place, row_start, ROW_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Both patterns of each pair: of one token's neighbours (ROW_TOKENS 8), or of tokens 8 apart (16)."""
+    if ROW_TOKENS == 8:
+        column = tl.arange(0, HEAD_DIM // 2)
+        both = tl.load(pairs_ptr + (row_start + place * HEAD_DIM)[:, None] // 2 + column[None, :])
+        both = both.to(tl.uint32, bitcast=True)
+        low = both & 0xFFFF
+        high = both >> 16
+    else:
+        column = tl.arange(0, HEAD_DIM)
+        tile_ptr = patterns_ptr + (row_start + place * HEAD_DIM)[:, None] + column[None, :]
+        low = tl.load(tile_ptr).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = tl.load(tile_ptr + 8 * HEAD_DIM).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low, high
+
+
+@triton.jit
+def _list(
+    list_ptr,
+    count_ptr,
+    low_out,
+    high_out,
+    token,
+    column,
+    low,
+    high,
+    HIGH_TOKENS: tl.constexpr,
+    HIGH_CHANNELS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """Append the exceptions of both halves of pairs in any order; entries past the end are counted only."""
+    added = low_out.to(tl.int32) + high_out.to(tl.int32)
+    free = tl.atomic_add(count_ptr + (token + column) * 0, added, mask=added > 0, sem="relaxed")
+    low_entry = (token << 24 | column << 16).to(tl.uint32) | low
+    tl.store(list_ptr + free, low_entry, mask=low_out & (free < CAPACITY))
+    free += low_out.to(tl.int32)
+    high_entry = (token + HIGH_TOKENS << 24 | column + HIGH_CHANNELS << 16).to(tl.uint32) | high
+    tl.store(list_ptr + free, high_entry, mask=high_out & (free < CAPACITY))
+
+
+@triton.jit
+def _pack_kernel(
+    pairs_ptr,  # int32 view of patterns [page, kv_heads, PAGE_TOKENS, HEAD_DIM]
+    patterns_ptr,  # int16 view of the same
+    pages_ptr,  # int32 [blocks, BLOCK_TOKENS / PAGE_TOKENS], the raw pages of each block
+    words_ptr,  # uint32 view of the records
+    bytes_ptr,  # uint8 view of the records
+    records_ptr,  # int32 [blocks], where each block's records go
+    counts_ptr,  # int32 [blocks, kv_heads], exceptions found
+    kv_heads,
+    BLOCK_TOKENS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+    ALONG_TOKENS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    # A row of pairs is one unit of 8 tokens, or two of them whose tokens are paired.
+    ROW_TOKENS: tl.constexpr = 16 if ALONG_TOKENS else 8
+    ROWS: tl.constexpr = BLOCK_TOKENS // ROW_TOKENS
+    COLUMNS: tl.constexpr = HEAD_DIM if ALONG_TOKENS else HEAD_DIM // 2
+    first_token = tl.arange(0, ROWS) * ROW_TOKENS
+    page = tl.load(pages_ptr + block * (BLOCK_TOKENS // PAGE_TOKENS) + first_token // PAGE_TOKENS).to(
+        tl.int64
+    )
+    row_start = ((page * kv_heads + head) * PAGE_TOKENS + first_token % PAGE_TOKENS) * HEAD_DIM  # [ROWS]
+
+    largest_low = tl.zeros([ROWS, COLUMNS], tl.uint32)
+    largest_high = tl.zeros([ROWS, COLUMNS], tl.uint32)
+    for place in tl.static_range(8):
+        low, high = _pair_patterns(pairs_ptr, patterns_ptr, place, row_start, ROW_TOKENS, HEAD_DIM)
+        largest_low = tl.maximum(largest_low, _exponent(low))
+        largest_high = tl.maximum(largest_high, _exponent(high))
+    if ALONG_TOKENS:
+        largest_low = tl.maximum(largest_low, largest_high)
+        largest_high = largest_low
+    base_low = tl.maximum(
+        tl.max(largest_low, 0).to(tl.int32) - 0x780, 0
+    )  # [COLUMNS], in the bits of a pattern
+    base_high = tl.maximum(tl.max(largest_high, 0).to(tl.int32) - 0x780, 0)
+
+    slot_start = (tl.load(records_ptr + block) * kv_heads + head).to(tl.int64) * SLOT_BYTES
+    list_start: tl.constexpr = BLOCK_TOKENS * HEAD_DIM * 3 // 2
+    base_start: tl.constexpr = list_start + 4 * CAPACITY
+    count_start: tl.constexpr = base_start + HEAD_DIM
+    count_ptr = counts_ptr + block * kv_heads + head
+    list_ptr = words_ptr + (slot_start + list_start) // 4
+    slot = tl.arange(0, CAPACITY)
+    tl.store(count_ptr, 0)
+    tl.store(list_ptr + slot, tl.full([CAPACITY], UNUSED, tl.uint32))
+    tl.debug_barrier()  # an empty list before the first entry
+
+    column = tl.arange(0, COLUMNS)[None, :]
+    word_ptr = words_ptr + slot_start // 4
+    plane: tl.constexpr = HEAD_DIM * 2 * ROWS if ALONG_TOKENS else HEAD_DIM
+    if ALONG_TOKENS:
+        # [plane][channel][two words of each row]
+        word_ptr += tl.arange(0, HEAD_DIM)[:, None] * (2 * ROWS) + tl.arange(0, 2 * ROWS)[None, :]
+    else:
+        # [unit][plane][two words of each pair of channels]
+        word_ptr += tl.arange(0, ROWS)[:, None] * (3 * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+    for half in tl.static_range(2):
+        nibbles = tl.zeros([ROWS, COLUMNS], tl.uint32)
+        for quarter in tl.static_range(2):
+            for turn in tl.static_range(2):
+                place = 4 * half + 2 * quarter + turn
+                low, high = _pair_patterns(pairs_ptr, patterns_ptr, place, row_start, ROW_TOKENS, HEAD_DIM)
+                low_code, low_out = _codes(low, base_low[None, :])
+                high_code, high_out = _codes(high, base_high[None, :])
+                # The other half of a pair is 8 tokens, or one channel, further.
+                _list(
+                    list_ptr,
+                    count_ptr,
+                    low_out,
+                    high_out,
+                    first_token[:, None] + place,
+                    column if ALONG_TOKENS else 2 * column,
+                    low,
+                    high,
+                    8 if ALONG_TOKENS else 0,
+                    0 if ALONG_TOKENS else 1,
+                    CAPACITY,
+                )
+                pairs = low_code | (high_code << 16)
+                nibbles |= rotate(pairs & NIBBLE_BITS, 4 * (2 * quarter + turn))
+                if turn == 0:
+                    byte_word = pairs & BYTE_BITS
+                else:
+                    byte_word |= rotate(pairs & BYTE_BITS, 24)
+            if quarter == 0:
+                first_word = byte_word
+        tl.store(word_ptr + half * plane, _side_by_side(first_word, byte_word, ALONG_TOKENS))
+        if half == 0:
+            first_nibbles = nibbles
+    tl.store(word_ptr + 2 * plane, _side_by_side(first_nibbles, nibbles, ALONG_TOKENS))
+
+    tl.debug_barrier()  # all entries before they are read
+    # A list that overflowed belongs to no page: the block stays raw.
+    count = tl.load(count_ptr, volatile=True)
+    entries = tl.sort(tl.load(list_ptr + slot, volatile=True))
+    tl.store(list_ptr + slot, tl.where(slot < count, entries, 0))
+    base_ptr = bytes_ptr + slot_start + base_start + tl.arange(0, COLUMNS) * (HEAD_DIM // COLUMNS)
+    tl.store(base_ptr, (base_low >> 7).to(tl.uint8))
+    if not ALONG_TOKENS:
+        tl.store(base_ptr + 1, (base_high >> 7).to(tl.uint8))
+    tail = tl.arange(0, 32)
+    tl.store(
+        words_ptr + (slot_start + count_start) // 4 + tail,
+        tl.where(tail == 0, count, 0).to(tl.uint32),
+        mask=tail < (SLOT_BYTES - count_start) // 4,
+    )
+
+
+@triton.jit
+def _side_by_side(first, second, ALONG_TOKENS: tl.constexpr):
+    """Two words of each pair next to one another, channels as rows where tokens are paired."""
+    if ALONG_TOKENS:
+        first = tl.trans(first)
+        second = tl.trans(second)
+    return tl.interleave(first, second)
+
+
+def slot_bytes(block_tokens: int, head_dim: int) -> int:
+    """Bytes of one head of a packed page in a pool: its record, zeros up to whole cache lines."""
+    used = head_record_bytes(block_tokens, head_dim)
+    return used + -used % LINE_BYTES
+
+
+def pack(
+    raw: torch.Tensor,
+    raw_pages: torch.Tensor,
+    records: torch.Tensor,
+    places: torch.Tensor,
+    kind: str,
+    block_tokens: int,
+) -> torch.Tensor:
+    """Pack blocks of raw pages into ``records``; returns the exceptions found, int32 ``[block, kv_head]``.
+
+    ``raw`` is ``bfloat16 [page, kv_head, page_token, head_dim]``, ``raw_pages`` int32 ``[block, page of it]``,
+    ``records`` is ``uint8 [page, kv_head, slot_bytes]``, ``places`` int32 ``[block]`` says which of them to fill;
+    kind is ``k`` or ``v``. A block with more exceptions in any head than `exception_capacity` must stay raw:
+    its records then hold no complete list. Raises ValueError for shapes, types or sizes that do not fit.
+    """
+    arguments = check_pages(raw, raw_pages, records, places, kind, block_tokens)
+    counts = torch.empty((len(places), raw.shape[1]), dtype=torch.int32, device=raw.device)
+    if len(places):
+        _pack_kernel[(len(places), raw.shape[1])](
+            raw.view(torch.int32),
+            raw.view(torch.int16),
+            raw_pages,
+            records.view(torch.uint32),
+            records,
+            places,
+            counts,
+            raw.shape[1],
+            **arguments,
+            num_warps=8,
+            maxnreg=128,  # two programs on a multiprocessor are worth more than the few spills
+        )
+    return counts
+
+
+def check_pages(
+    raw: torch.Tensor,
+    raw_pages: torch.Tensor,
+    records: torch.Tensor,
+    places: torch.Tensor,
+    kind: str,
+    block_tokens: int,
+) -> dict[str, int | bool]:
+    """The constants that the kernels are compiled for; ValueError for shapes, types or sizes that do not fit."""
+    for name, tensor, dtype, axes in (
+        ("raw", raw, torch.bfloat16, 4),
+        ("raw_pages", raw_pages, torch.int32, 2),
+        ("records", records, torch.uint8, 3),
+        ("places", places, torch.int32, 1),
+    ):
+        if tensor.dtype != dtype or tensor.dim() != axes or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {dtype} of {axes} axes, got {tensor.dtype} {list(tensor.shape)}"
+            )
+        if tensor.device != raw.device:
+            raise ValueError(f"{name} must be on the device of raw, {raw.device}, got {tensor.device}")
+    if kind not in ("k", "v"):
+        raise ValueError(f"kind must be 'k' or 'v', got {kind!r}")
+    _, kv_heads, page_tokens, head_dim = raw.shape
+    if head_dim not in (64, 128, 256) or block_tokens not in (64, 128, 256):
+        raise ValueError(
+            f"head_dim and block_tokens must be 64, 128 or 256, got {head_dim} and {block_tokens}"
+        )
+    if page_tokens % 16 or block_tokens % page_tokens:
+        raise ValueError(
+            f"a raw page must hold a multiple of 16 tokens that divides block_tokens ({block_tokens}), "
+            f"got {page_tokens}"
+        )
+    slot = slot_bytes(block_tokens, head_dim)
+    if records.shape[1:] != (kv_heads, slot):
+        raise ValueError(f"records must be [page, {kv_heads}, {slot}], got {list(records.shape)}")
+    if raw_pages.shape != (len(places), block_tokens // page_tokens):
+        raise ValueError(
+            f"raw_pages must be {[len(places), block_tokens // page_tokens]}, got {list(raw_pages.shape)}"
+        )
+    return {
+        "BLOCK_TOKENS": block_tokens,
+        "PAGE_TOKENS": page_tokens,
+        "HEAD_DIM": head_dim,
+        "CAPACITY": exception_capacity(head_dim),
+        "SLOT_BYTES": slot,
+        "ALONG_TOKENS": kind == "v",
+    }

@@ -1,0 +1,68 @@
+"""The committed cost table is whole, and `kvfold kernels` says what is missing where there is no GPU."""
+
+import csv
+from importlib import resources
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvfold.analysis.cmd_kernels import OPS, app
+from kvfold.kernels.bench import COLUMNS, KV_HEADS, MOST_KV_BYTES, POINTS, TOKEN_BYTES
+
+with (resources.files("kvfold.kernels") / "data" / "costs_h200.csv").open() as file:
+    ROWS = list(csv.DictReader(file))
+
+
+def times(name, batch, context, sustained="0"):
+    return [
+        float(row["median_us"])
+        for row in ROWS
+        if (row["op"], row["format"], row["sustained"]) == ("attend", name, sustained)
+        and (int(row["batch"]), int(row["context_tokens"])) == (batch, context)
+    ]
+
+
+def test_columns_and_provenance():
+    assert tuple(ROWS[0]) == COLUMNS
+    assert {row["op"] for row in ROWS} == set(OPS) | {"unpack"}
+    for row in ROWS:
+        assert all(row[name] for name in ("device", "kernel", "torch", "triton", "driver", "commit", "date"))
+        if row["p10_us"]:
+            assert 0 < float(row["p10_us"]) <= float(row["median_us"]) <= float(row["p90_us"])
+
+
+def test_every_point_of_the_grid_has_both_formats_and_a_peer():
+    for batch, context in POINTS:
+        if batch * context * TOKEN_BYTES <= MOST_KV_BYTES:
+            assert len(times("bf16", batch, context)) >= 2
+            assert len(times("fixed4", batch, context)) == 1
+
+
+def test_packed_is_never_slower_than_the_best_bf16_from_64_mb_on():
+    for batch, context in POINTS:
+        if 64e6 <= batch * context * TOKEN_BYTES <= MOST_KV_BYTES:
+            assert min(times("fixed4", batch, context)) < min(times("bf16", batch, context))
+
+
+def test_no_row_beats_the_memory():
+    """4.8 TB/s is the datasheet's bandwidth of an H200; its L2 holds 60 MB."""
+    for row in ROWS:
+        if row["op"] == "attend" and float(row["bytes"]) > 1e9:
+            assert float(row["bytes"]) / float(row["median_us"]) / 1e6 < 4.8
+    assert KV_HEADS == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["bench", "fuzz"])
+def test_without_a_gpu_one_line_and_exit_2(command):
+    result = CliRunner().invoke(app, [command])
+    assert result.exit_code == 2
+    assert len(result.output.splitlines()) == 1
+    assert "need an NVIDIA GPU" in result.output
+
+
+def test_unknown_names_are_refused():
+    result = CliRunner().invoke(app, ["bench", "--op", "attent"])
+    assert result.exit_code == 2
+    assert "'attent'" in result.output
