@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ def poisson_file(tmp_path_factory):
     return path
 
 
+SAMPLE = Path(__file__).resolve().parent.parent / "traces" / "data" / "sample.jsonl"
 MEASURE = (
     "import resource, subprocess, sys, time\n"
     "start = time.perf_counter()\n"
@@ -52,10 +54,20 @@ def test_ten_thousand_requests_within_two_seconds_and_400_mb(poisson_file):
     ],
 )
 def test_real_traces_give_the_same_records_step_by_step(shared_data, path, model, name, live, gib):
+    check_both_modes(load(shared_data / "traces" / path), model, name, live, gib)
+
+
+@pytest.mark.parametrize("name", ["bf16", "gaac", "fixed4", "esc2-2"])
+@pytest.mark.parametrize("live", [None, 20])
+def test_the_bundled_trace_gives_the_same_records_step_by_step(name, live):
+    check_both_modes(load(SAMPLE), "qwen3-8b", name, live, 12)
+
+
+def check_both_modes(trace, model, name, live, gib):
     deployment = deploy(model, "h200", kv_budget_bytes=gib * 2**30)
     sizes = format_sizes(name)
     setup = Scenario(
-        trace=load(shared_data / "traces" / path),
+        trace=trace,
         cost=deployment.cost(sizes),
         budget=deployment.budget(sizes),
         max_context_tokens=deployment.max_context_tokens,
