@@ -1,5 +1,6 @@
 """The README tells the truth: its commands run, its outputs are the real ones, its tree is the one on disk."""
 
+import csv
 import os
 import re
 import shlex
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from kvfold.codec.sizes import load_sizes
 
 REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -85,3 +88,21 @@ def test_the_tree_names_every_file():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (REPO / target).exists(), target
+
+
+def test_the_measured_speed_up_is_that_of_the_committed_table():
+    rows = csv.DictReader((REPO / "kernels" / "data" / "costs_h200.csv").read_text().splitlines())
+    fastest = {}
+    for row in rows:
+        if (row["op"], row["batch"], row["context_tokens"], row["sustained"]) == (
+            "attend",
+            "8",
+            "65536",
+            "0",
+        ):
+            time_us = float(row["median_us"])
+            fastest[row["format"]] = min(time_us, fastest.get(row["format"], time_us))
+    shown = re.search(r"runs ([\d.]+) times as fast as\s+the best BF16 kernel", README)
+    assert f"{fastest['bf16'] / fastest['fixed4']:.3f}" == shown[1]
+    saving = re.search(r"`fixed4` pages \(lossless, ([\d.]+) % smaller\)", README)
+    assert f"{100 * load_sizes()['fixed4'].resident_saving:.1f}" == saving[1]
