@@ -28,6 +28,7 @@ def make_calls(rows):
         prefilled_tokens=zeros,
         preemptions=zeros,
         outcome=np.array([OUTCOMES.index(name) for name in outcome], np.int8),
+        replica=zeros,
         wait_before_s=np.full(n, NAN),
         wait_kind=np.zeros(n, np.int8),
     )
