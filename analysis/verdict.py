@@ -126,18 +126,21 @@ def _text(
     if not slo_met:
         where = "the recorded load" if answers.recorded else f"{answers.concurrency:,} live"
         parts.append(f"; NO format meets the SLO at {where} (below {100 * ATTAINMENT:g} % of requests)")
-    return f"{''.join(parts)}. {_origin_text(question)}"
+    return f"{''.join(parts)}. {_origin_text(question, answers)}"
 
 
-def _origin_text(question: Question) -> str:
-    """Which step times rest on measurements."""
-    costs = question.deployment.costs
-    measured = [sizes.name for sizes in question.formats if costs is not None and sizes.name in costs.attend]
+def _origin_text(question: Question, answers: Answers) -> str:
+    """Which step times rest on measurements, and whether most of them lie inside what was measured."""
+    origins = {sizes.name: answers.equal[sizes.name].run.attention_origin_s for sizes in question.formats}
+    measured = [name for name, by_origin in origins.items() if set(by_origin) - {"modelled"}]
     if not measured:
         return "All step times modelled."
+    inside = sum(origins[name].get("interpolated", 0.0) for name in measured)
+    outside = sum(origins[name].get("extrapolated", 0.0) for name in measured)
+    how = "interpolated" if inside >= outside else "extrapolated"
     modelled = [sizes.name for sizes in question.formats if sizes.name not in measured]
     rest = f", of {', '.join(modelled)} and all other terms" if modelled else ", all other terms"
-    return f"Attention of {', '.join(measured)} interpolated from measurements{rest} modelled."
+    return f"Attention of {', '.join(measured)} {how} from measurements{rest} modelled."
 
 
 def _capacity_text(question: Question, answers: Answers, name: str, change: float) -> str:
