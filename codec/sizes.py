@@ -34,8 +34,8 @@ class DecodeCost(NamedTuple):
 
 _ESTIMATE = "decoding estimated, its overlap with reading not measured and taken as 0"
 # GAAC's preprint accounts for a step with -294.3 us of reading and +49.2 us of computing, which add up: nothing is
-# hidden. `fixed4` with bases and exceptions was measured on an H200: 373.6 us where the best BF16 kernel took 491.2
-# (1.315x, its bytes allow 1.326x; docs/kernels.md).
+# hidden. `fixed4`, bases and exceptions included, was measured on an H200: 373.6 us where the best BF16 kernel
+# took 491.2 (1.315x, its bytes allow 1.326x; docs/kernels.md).
 DECODE_COSTS = {
     "bf16": DecodeCost(0.0, 0.0, "published", "nothing to decode"),
     "fp8-e4m3": DecodeCost(0.0, 0.0, "published", "lossy cast; tensor cores read it as it is"),

@@ -122,6 +122,10 @@ class StepCost:
     def _attention_segments(self, sequences: int) -> tuple[list[int], list[Segment]]:
         model = self.model
         table = self.costs.attend.get(self.sizes.name) if self.costs else None
+        if not sequences:
+            return [0], [
+                Segment(0, 0, None, "interpolated")
+            ]  # nothing decodes: no attention, whatever the table
         if table is None or not model.full_layers:
             return [0], [Segment(0, self.kv_token_fs, None, "modelled")]
         layers = model.kv_elements_per_token(self.tp) / (2 * table.kv_heads * table.head_dim)

@@ -10,6 +10,7 @@ from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import load_gpu
 from kvfold.sim.memory import kv_budget
 from kvfold.sim.model import load_model
+from kvfold.sim.retention import parse_retention
 from kvfold.sim.run import FS_PER_S
 from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.step import step_cost
@@ -147,3 +148,23 @@ def test_runs_with_a_table_agree_step_by_step(table, random_trace):
 def test_bad_rows_are_named(tmp_path, row, message):
     with pytest.raises(ConfigError, match=message):
         write(tmp_path / "costs.csv", [row])
+
+
+def test_a_step_without_sequences_has_no_attention(table):
+    for strict in (False, True):
+        cost = step_cost(MODEL, GPU, SIZES["bf16"], costs=table, strict=strict)
+        nothing = cost.attention(0, 0)
+        assert (nothing.base_fs, nothing.token_fs) == (0, 0)
+    assert step_cost(MODEL, GPU, SIZES["bf16"], costs=table).decode_fs(0, 0, 0) > 0
+
+
+@pytest.mark.parametrize("policy", ["least-waste", "oracle", "swap", "keep"])
+def test_every_retention_policy_runs_with_a_table(table, random_trace, policy):
+    setup = Scenario(
+        trace=random_trace(80, 5, sessions=True, longest=3000),
+        cost=step_cost(MODEL, GPU, SIZES["bf16"], costs=table),
+        budget=kv_budget(MODEL, GPU, SIZES["bf16"], kv_budget_bytes=3 * 2**30),
+        max_context_tokens=40_960,
+        retention=parse_retention(policy),
+    )
+    assert_same(run(setup), run(replace(setup, stepwise=True)))
