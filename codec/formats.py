@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvfold.codec import bf16, escape, fixed4, gaac, tags
+from kvfold.codec import bf16, escape, fixed3, fixed4, gaac, tags
 from kvfold.codec.pages import TABLE_ENTRY_BYTES
 
 if TYPE_CHECKING:
@@ -65,6 +65,18 @@ def _fixed4(kind: fixed4.Kind = "k") -> Format:
     )
 
 
+def _fixed3(kind: fixed4.Kind = "k") -> Format:
+    return Format(
+        encode=partial(fixed3.encode, kind=kind),
+        decode=fixed3.decode,
+        mode_counts=fixed3.mode_counts,
+        count_exceptions=fixed3.count_exceptions,
+        channel_multiple=fixed3.CHANNEL_MULTIPLE,
+        block_tokens=fixed3.LARGEST_BLOCK_TOKENS,
+        main_bytes=fixed3.main_bytes,
+    )
+
+
 def _escape(code_bits: int) -> Format:
     return Format(
         encode=partial(escape.encode, code_bits=code_bits),
@@ -102,6 +114,7 @@ FORMATS: dict[str, Format] = {
     "gaac": _gaac(),
     "gaac-2bit": _gaac(two_bit=True),
     "fixed4": _fixed4(),
+    "fixed3": _fixed3(),
     "esc3": _escape(code_bits=3),
     "esc2-2": _escape(code_bits=2),
     "tag8": _tags(group=8),
@@ -123,13 +136,14 @@ def with_parameters(name: str) -> Format:
     allowed: dict[str, tuple[str, ...]] = {}
     if base in ("gaac", "gaac-2bit"):
         allowed = {"group": tuple(map(str, gaac.GROUPS)), "axis": ("channel", "token")}
-    elif base == "fixed4":
+    elif base in ("fixed4", "fixed3"):
         allowed = {"kind": ("k", "v")}
     for key, value in given.items():
         if value not in allowed.get(key, ()):
             rules = "; ".join(f"{key} {', '.join(values)}" for key, values in allowed.items()) or "none"
             raise ValueError(f"parameters of {base} are: {rules}; got {key}={value}")
-    if base == "fixed4":
-        return _fixed4("v" if given["kind"] == "v" else "k")
+    if base in ("fixed4", "fixed3"):
+        kind: fixed4.Kind = "v" if given["kind"] == "v" else "k"
+        return _fixed4(kind) if base == "fixed4" else _fixed3(kind)
     axis: Axis = "token" if given.get("axis") == "token" else "channel"
     return _gaac(int(given.get("group", gaac.GROUP)), axis, two_bit=base == "gaac-2bit")

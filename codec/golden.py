@@ -33,7 +33,11 @@ SHAPES = {"": (2, 37, 16), "-one": (1, 19, 24)}
 BLOCK_TOKENS = 16
 CALIBRATION_TOKENS = 64
 # The other value of the header's axis, where a format has one: what it adds to the contents' name, its encoder.
-OTHER_AXIS = {"gaac": ("-token", "gaac:axis=token"), "fixed4": ("-v", "fixed4:kind=v")}
+OTHER_AXIS = {
+    "gaac": ("-token", "gaac:axis=token"),
+    "fixed4": ("-v", "fixed4:kind=v"),
+    "fixed3": ("-v", "fixed3:kind=v"),
+}
 
 
 def file_name(format_name: str, contents_kind: str) -> str:

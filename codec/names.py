@@ -66,8 +66,8 @@ def find_format(name: str) -> Format:
 
 
 def name_for(name: str, kind: str | None) -> str:
-    """The name of the encoder for K or V: `fixed4` stores V in another order, which its pages' axis tells."""
-    return "fixed4:kind=v" if (name, kind) == ("fixed4", "v") else name
+    """The name of the encoder for K or V: some store V in another order, which their pages' axis tells."""
+    return f"{name}:kind=v" if name in ("fixed4", "fixed3") and kind == "v" else name
 
 
 def format_of_values(name: str, values: NDArray[Any]) -> Format:

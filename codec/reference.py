@@ -90,6 +90,66 @@ def decode_fixed4(packed: Packed) -> NDArray[np.uint16]:
     return patterns
 
 
+def decode_fixed3(packed: Packed) -> NDArray[np.uint16]:
+    """`fixed3` of either kind."""
+    kv_heads, _, head_dim = packed.shape
+    by_token = packed.axis == "channel"
+    tokens, channels = 32 * math.ceil(packed.block_tokens / 32), 16 * math.ceil(head_dim / 16)
+    row_tokens = 2 ** int(math.log2(256 // head_dim))
+    rows = max(head_dim, math.ceil(tokens / row_tokens))
+    groups = tokens * channels // 32
+    main_bytes = 16 * math.ceil((44 * groups + head_dim + rows) / 16)
+    patterns, pages = _begin(packed)
+    for page, data in enumerate(pages):
+        block = patterns[:, page * packed.block_tokens : (page + 1) * packed.block_tokens]
+        if len(data) == 2 * packed.page_elements:
+            block[:] = np.frombuffer(data, "<u2").reshape(block.shape)
+            continue
+        entry_place = kv_heads * main_bytes
+        for head in range(kv_heads):
+            record = data[head * main_bytes : (head + 1) * main_bytes]
+            words = [int(word) for word in np.frombuffer(record, "<u4", 11 * groups)]
+            bases = record[44 * groups :][:head_dim]
+            ends = record[44 * groups + head_dim :][:rows]
+            codes = {}
+            for token in range(packed.block_tokens):
+                for channel in range(head_dim):
+                    if by_token:
+                        plane, column = divmod(channel, channels // 4)
+                        group = token // 2 * (channels // 16) + column // 4
+                        m, half = 4 * plane + column % 4 // 2 * 2 + token % 2, channel % 2
+                    else:
+                        group = channel * (tokens // 32) + token // 32
+                        m, half = token % 16, token // 16 % 2
+                    word = words[2 * (m // 4 * groups + group) + m // 2 % 2]
+                    rest = [words[8 * groups + 2 * group + i] for i in range(2)] + [
+                        words[10 * groups + group]
+                    ]
+                    bits = _rotate_left(word, -8 * (m % 2)) & 0x03FC03FC
+                    if m < 15:
+                        bits |= _rotate_left(rest[m // 5], -3 * (m % 5)) & 0x80038003
+                    else:
+                        bits |= (
+                            rest[0] << 1 & 0x80008000
+                            | rest[1] >> 14 & 0x00010001
+                            | rest[2] >> 13 & 0x00020002
+                        )
+                    code = codes[token, channel] = bits >> 16 * half & 0xFFFF
+                    block[head, token, channel] = code + (bases[channel] << 7)
+            for row in range(rows):
+                for _ in range(ends[row] - (ends[row - 1] if row % 32 else 0)):
+                    upper, position = data[entry_place], data[entry_place + 1]
+                    entry_place += 2
+                    if by_token:
+                        token, channel = row * row_tokens + position % row_tokens, position // row_tokens
+                    else:
+                        j = position // 64 * 4 + position // 4 % 2 * 2 + position % 2
+                        token, channel = 32 * (position // 8 % 8) + 16 * (position // 2 % 2) + j, row
+                    block[head, token, channel] = upper << 8 | codes[token, channel] >> 2 & 0xFF
+            entry_place = 16 * math.ceil(entry_place / 16)
+    return patterns
+
+
 def decode_escape(packed: Packed, code_bits: int) -> NDArray[np.uint16]:
     """`esc3` (codes of 3 bits) and `esc2-2` (2 bits)."""
     if packed.windows is None:

@@ -32,10 +32,14 @@ class DecodeCost(NamedTuple):
     basis: str
 
 
+#: Formats whose lists live in a pool of chunks, so that a block takes what it needs; those of others take a slot.
+CHUNKED = ("fixed3", "esc3", "esc2-2", "tag8", "tag32")
+
 _ESTIMATE = "decoding estimated, its overlap with reading not measured and taken as 0"
 # GAAC's preprint accounts for a step with -294.3 us of reading and +49.2 us of computing, which add up: nothing is
 # hidden. `fixed4`, bases and exceptions included, was measured on an H200: 373.6 us where the best BF16 kernel
-# took 491.2 (1.315x, its bytes allow 1.326x; docs/kernels.md).
+# took 491.2 (1.315x, its bytes allow 1.326x; docs/kernels.md). `fixed3` took 367.1 where it took 492.0 (1.340x of
+# 1.420x; docs/kernels_dense.md).
 DECODE_COSTS = {
     "bf16": DecodeCost(0.0, 0.0, "published", "nothing to decode"),
     "fp8-e4m3": DecodeCost(0.0, 0.0, "published", "lossy cast; tensor cores read it as it is"),
@@ -43,11 +47,28 @@ DECODE_COSTS = {
     "gaac": DecodeCost(7.75, 0.0, "measured", "decoding estimated (7.5 to 8), no overlap as published"),
     "gaac-2bit": DecodeCost(10.0, 0.0, "measured", f"{_ESTIMATE} (10 or more)"),
     "fixed4": DecodeCost(4.5, 1.0, "measured", "decoding estimated, its overlap measured on an H200"),
+    "fixed3": DecodeCost(4.75, 1.0, "measured", "decoding estimated, its overlap measured on an H200"),
     "esc3": DecodeCost(11.0, 0.0, "measured", f"{_ESTIMATE} (10 to 12)"),
     "esc2-2": DecodeCost(17.0, 0.0, "measured", f"{_ESTIMATE} (16 to 18)"),
     "tag8": DecodeCost(6.75, 0.0, "measured", f"{_ESTIMATE} (6.5 to 7)"),
     "tag32": DecodeCost(6.25, 0.0, "measured", f"{_ESTIMATE} (6 to 6.5)"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBits:
+    """Measured sizes of the blocks of one kind (k or v) of one source, in bits per element.
+
+    A block that is not raw takes `encoded_bits` at the quantile `shares` (linear between them), moved so that
+    their mean is `resident_bits`; where `chunked` is False it takes `resident_bits`, its slot.
+    """
+
+    kind: str
+    shares: tuple[float, ...]
+    encoded_bits: tuple[float, ...]
+    resident_bits: float
+    raw_block_share: float
+    chunked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,7 @@ class FormatSizes:
     decode_overlap: float  # share of the shorter of (reading, decoding) hidden behind the longer
     source: str
     origin: str  # measured | modelled | published
+    blocks: tuple[BlockBits, ...] = ()  # what the means above are of; empty: no distribution is known
 
     @property
     def lossless(self) -> bool:
@@ -158,4 +180,22 @@ def _sizes(path: Path, name: str, rows: list[_Row]) -> FormatSizes:
         decode_overlap=cost.overlap,
         source="; ".join([*dict.fromkeys(row.source for row in rows), cost.basis]),
         origin=cost.sizes_origin,
+        blocks=tuple(_block_bits(name, slot, rows) for slot in rows if slot.quantile == "slot"),
+    )
+
+
+def _block_bits(name: str, slot: _Row, rows: list[_Row]) -> BlockBits:
+    """The quantiles that belong to one slot row."""
+    points = sorted(
+        (float(row.quantile), row.bits_per_element)
+        for row in rows
+        if (row.kind, row.source) == (slot.kind, slot.source) and row.quantile not in ("mean", "slot")
+    )
+    return BlockBits(
+        kind=slot.kind,
+        shares=tuple(share for share, _ in points),
+        encoded_bits=tuple(bits for _, bits in points),
+        resident_bits=slot.bits_per_element,
+        raw_block_share=slot.raw_block_share,
+        chunked=name in CHUNKED,
     )

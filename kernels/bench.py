@@ -1,4 +1,4 @@
-"""Times of attention, packing and linear layers on this GPU: the cost table that the simulator reads.
+"""Times of attention and packing on this GPU: rows of the cost table that the simulator reads.
 
 Both sides of every ratio run in one process, on the same pages in shuffled order, launched from CUDA graphs, with
 the cache flushed between launches. Nothing is timed before the gate has passed.
@@ -7,209 +7,252 @@ the cache flushed between launches. Nothing is timed before the gate has passed.
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvfold.kernels import bf16, fixed4, inputs
-from kvfold.kernels.fixed4_pack import pack, slot_bytes
+from kvfold.codec.fp8 import E4M3, E5M2
+from kvfold.kernels import bf16, fixed4, fixed4_portable, fp8, gaac_attend, inputs
+from kvfold.kernels.bench_pages import (
+    BLOCK_TOKENS,
+    FP8_PAGE_TOKENS,
+    GROUP,
+    HEAD_DIM,
+    KV_HEADS,
+    PAGE_TOKENS,
+    TOKEN_BYTES,
+    Pool,
+)
+from kvfold.kernels.fixed4_pack import pack
 from kvfold.kernels.fixed4_unpack import unpack
-from kvfold.kernels.pages import BlockTable, PagedKv
+from kvfold.kernels.fused import FIXED4, FUSED
+from kvfold.kernels.gaac_attend import GaacKv
+from kvfold.kernels.timing import BitsDifferError, Row, burst, distinct_results, fastest, sustained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128  # as in Qwen3-8B and Llama-3.1-8B
-PAGE_TOKENS = 64
-BLOCK_TOKENS = 256
+    from kvfold.kernels.pages import PagedKv
+    from kvfold.kernels.timing import Times
+
+SCALE = HEAD_DIM**-0.5
+GAAC_BLOCK_TOKENS = 64
 BATCHES = (1, 4, 8, 32, 128, 256)
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 POINTS = (*((b, n) for b in BATCHES for n in CONTEXTS), (32, 8192), (4, 32768))
 MOST_KV_BYTES = 32 * 10**9
-TOKEN_BYTES = 4 * KV_HEADS * HEAD_DIM  # K and V of one token, BF16
 SUSTAINED_POINTS = ((8, 65536), (32, 8192), (1, 131072))
-SUSTAINED_S = 2.5
-PREFILL = ((512, 512), (2048, 2048), (8192, 8192), (32768, 32768), (512, 8192), (2048, 8192), (2048, 32768))
-LINEAR_TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048)
+SLOW_POINT = (8, 65536)  # where slow ways to attend are timed too, for the account
+SUSTAINED_FORMATS = ("bf16", *(fused.name for fused in FUSED))
+LAUNCHES = 100
+# Tokens of a tile, stages of its pipeline, and how many programs deep to fill the GPU.
+BF16_CONFIGS = ((64, 4, (2, 4)), (64, 5, (2, 3)), (64, 7, (2,)), (128, 3, (1, 2)), (128, 5, (1, 2)))
 PACK_BLOCKS = (1, 16, 256, 2048)
+GAAC_PAGES = 128  # that are encoded; the pool repeats them
+FORMATS = ("bf16", *(fused.name for fused in FUSED), "gaac", E4M3.name, E5M2.name)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One measured point of the cost table; None where a column does not apply."""
+class Way:
+    """One way to attend at one point: its launches by label, and what it must read and write.
 
-    op: str
+    Ways that are not tuned have a parameter behind the format's name: the simulator, which takes rows of plain
+    names, leaves them alone.
+    """
+
     format: str
-    kernel: str
-    median_us: float
-    p10_us: float | None
-    p90_us: float | None
-    bytes: int  # that must move, each once
-    batch: int | None = None
-    context_tokens: int | None = None
-    q_heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    page_tokens: int | None = None
-    tokens: int | None = None
-    in_features: int | None = None
-    out_features: int | None = None
-    weights: str | None = None
-    energy_mj: float | None = None
-    sustained: int = 0
+    launches: Mapping[str, Callable[[], torch.Tensor]]
+    bytes: int
+    page_tokens: int | None
+    is_peer: bool = True  # whether its bits and energy are looked at, too
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the figures were measured with."""
-
-    device: str = field(default_factory=lambda: torch.cuda.get_device_name())
-    torch: str = torch.__version__
-    triton: str = triton.__version__
-    driver: str = field(default_factory=lambda: _driver())
+def compile_kernels(points: Sequence[tuple[int, int]], formats: Sequence[str], jobs: int) -> None:
+    """Fill Triton's cache with what is to be timed, each kernel compiled by one of so many processes."""
+    with get_context("spawn").Pool(jobs) as pool:
+        pool.starmap(_compile_part, [(points, formats, part, jobs) for part in range(jobs)], chunksize=1)
 
 
-def _driver() -> str:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml.nvmlSystemGetDriverVersion()
-
-
-def _graph(launch: Callable[[], object]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            launch()
+def _compile_part(points: Sequence[tuple[int, int]], formats: Sequence[str], part: int, parts: int) -> None:
+    pool = Pool(16 * BLOCK_TOKENS, "cuda", formats)
+    number = 0
+    for point in points:
+        for way in _ways(pool, point, formats):
+            for launch in way.launches.values():
+                if number % parts == part:
+                    launch()
+                number += 1
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph.replay
 
 
-def burst(
-    launch: Callable[[], object], warmup_ms: int = 10, repeat_ms: int = 40
-) -> tuple[float, float, float]:
-    """Median, 10 % and 90 % quantile of one launch from a graph, in microseconds."""
-    median, p10, p90 = triton.testing.do_bench(
-        _graph(launch), warmup=warmup_ms, rep=repeat_ms, quantiles=[0.5, 0.1, 0.9]
-    )
-    return median * 1e3, p10 * 1e3, p90 * 1e3
+def attend_tasks(
+    points: Sequence[tuple[int, int]], formats: Sequence[str], device: str, say: Callable[[str], None]
+) -> Iterator[tuple[str, Iterator[Row]]]:
+    """Attention at every point, in every format and by torch's backends: names, and rows timed when asked for."""
+    largest = max(math.prod(point) for point in points)
+    pool = Pool(largest, device, formats)
+    for point in points:
+        name = "attend {} x {}".format(*point)
+        yield name, _rows(point, partial(_ways, pool, point, formats), pool, say)
+    if "gaac" in formats:
+        pool.packed.clear()
+        pool.cast.clear()
+        slots = _gaac_slots(pool, largest, device)
+        for point in points:
+            yield (
+                "attend gaac {} x {}".format(*point),
+                _rows(point, partial(_gaac, pool, slots, point), None, say),
+            )
 
 
-def sustained(launch: Callable[[], object], seconds: float = SUSTAINED_S) -> tuple[float, float]:
-    """Mean microseconds and millijoules of one launch, back to back, from NVML's energy counter."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    replay = _graph(launch)
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds / 3:  # let the clock settle under the power cap
-        replay()
-        torch.cuda.synchronize()
-    count, start, energy = 0, time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    while time.perf_counter() - start < seconds:
-        for _ in range(100):
-            replay()
-        torch.cuda.synchronize()
-        count += 100
-    elapsed = time.perf_counter() - start
-    energy = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - energy
-    return elapsed / count * 1e6, energy / count
-
-
-class Pool:
-    """Pages for the largest point, filled once; every point is a table into them."""
-
-    def __init__(self, tokens: int, device: str) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        pages = tokens // PAGE_TOKENS
-        shape = (pages, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
-        self.raw_k = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        self.raw_v = torch.empty_like(self.raw_k)
-        for start in range(0, pages, 2048):
-            part = (min(2048, pages - start), *shape[1:])
-            self.raw_k[start : start + 2048] = inputs.keys(part, generator)
-            self.raw_v[start : start + 2048] = inputs.values(part, generator)
-        self.blocks = tokens // BLOCK_TOKENS
-        self.packed_k = torch.zeros(
-            (self.blocks, KV_HEADS, slot_bytes(BLOCK_TOKENS, HEAD_DIM)), dtype=torch.uint8, device=device
-        )
-        self.packed_v = torch.zeros_like(self.packed_k)
-        self.listed = torch.arange(pages, dtype=torch.int32, device=device).view(self.blocks, -1)
-        self.places = torch.arange(self.blocks, dtype=torch.int32, device=device)
-        self.exceptions = [
-            pack(raw, self.listed, records, self.places, kind, BLOCK_TOKENS)
-            for kind, raw, records in (("k", self.raw_k, self.packed_k), ("v", self.raw_v, self.packed_v))
-        ]
-
-    def kv(self, batch: int, context_tokens: int) -> tuple[PagedKv, PagedKv]:
-        """Packed pages, and the same tokens as raw pages, in one shuffled order."""
-        table = inputs.uniform_table(batch, context_tokens // BLOCK_TOKENS, str(self.places.device))
-        zeros = torch.zeros_like(table.packed_counts)
-        raw = BlockTable(
-            packed_pages=table.packed_pages,
-            packed_counts=zeros,
-            raw_pages=self.listed[table.packed_pages.long()].view(batch, -1).contiguous(),
-            raw_tokens=zeros + context_tokens,
-            packed_skips=zeros,
-            raw_skips=zeros,
-        )
-        kv = PagedKv(self.packed_k, self.packed_v, self.raw_k, self.raw_v, table, BLOCK_TOKENS)
-        return kv, kv.with_table(raw)
+def _rows(
+    point: tuple[int, int], ways: Callable[[], list[Way]], pool: Pool | None, say: Callable[[str], None]
+) -> Iterator[Row]:
+    batch, context = point
+    shape: dict[str, Any] = {
+        "batch": batch,
+        "context_tokens": context,
+        "q_heads": KV_HEADS * GROUP,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+    }
+    rows = []
+    for way in ways():
+        label, launch, times = fastest(way.launches)
+        row = Row("attend", way.format, label, *times, bytes=way.bytes, page_tokens=way.page_tokens, **shape)
+        rows.append((way, launch, row))
+        yield row
+    if pool is not None:
+        for label, times in _sdpa(_queries(batch, pool), pool, batch, context):
+            yield Row("attend", "bf16", label, *times, bytes=batch * context * TOKEN_BYTES, **shape)
+    # Only now: a GPU that has run at its power cap is slower for a while.
+    for way, launch, row in rows:
+        if point not in SUSTAINED_POINTS or not way.is_peer:
+            continue
+        found = distinct_results(launch, LAUNCHES)
+        say(f"{row.kernel} at {batch} x {context}: {LAUNCHES} launches, {found} distinct result(s)")
+        if found != 1:
+            raise BitsDifferError(
+                f"{row.kernel} at {batch} x {context}: {LAUNCHES} launches gave {found} results"
+            )
+        if way.format in SUSTAINED_FORMATS or point == SLOW_POINT:
+            mean_us, energy_mj = sustained(launch)
+            yield replace(row, median_us=mean_us, p10_us=None, p90_us=None, energy_mj=energy_mj, sustained=1)
 
 
-def attend_rows(points: Sequence[tuple[int, int]], device: str) -> Iterator[Row]:
-    """Attention at every point that fits: our kernels at their best split, and torch's backends."""
-    points = [point for point in points if math.prod(point) * TOKEN_BYTES <= MOST_KV_BYTES]
-    pool = Pool(max(math.prod(point) for point in points), device)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    for batch, context in points:
-        kv, raw = pool.kv(batch, context)
-        q = inputs.queries(batch, KV_HEADS * GROUP, HEAD_DIM, torch.Generator(device).manual_seed(1))
-        shape: dict[str, Any] = {
-            "batch": batch,
-            "context_tokens": context,
-            "q_heads": KV_HEADS * GROUP,
-            "kv_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
-        }
-        raw_bytes = batch * context * TOKEN_BYTES
-        blocks = batch * context // BLOCK_TOKENS
-        packed_bytes = 2 * blocks * KV_HEADS * slot_bytes(BLOCK_TOKENS, HEAD_DIM)
-        for name, size, best in (
-            ("bf16", raw_bytes, _best_bf16(q, raw, context, processors)),
-            ("fixed4", packed_bytes, _best_fixed4(q, kv, context, processors)),
-        ):
-            label, launch, times = best
-            page = PAGE_TOKENS if name == "bf16" else BLOCK_TOKENS
-            yield Row("attend", name, label, *times, bytes=size, page_tokens=page, **shape)
-            if (batch, context) in SUSTAINED_POINTS:
-                mean_us, energy_mj = sustained(launch)
-                yield Row(
-                    "attend",
-                    name,
-                    label,
-                    mean_us,
-                    None,
-                    None,
-                    bytes=size,
-                    page_tokens=page,
-                    energy_mj=energy_mj,
-                    sustained=1,
-                    **shape,
+def _queries(batch: int, pool: Pool) -> torch.Tensor:
+    device = pool.raw_k.device
+    return inputs.queries(batch, KV_HEADS * GROUP, HEAD_DIM, torch.Generator(device).manual_seed(1))
+
+
+def _ways(pool: Pool, point: tuple[int, int], formats: Sequence[str]) -> list[Way]:
+    batch, context = point
+    tokens = batch * context
+    q = _queries(batch, pool)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    raw = pool.raw(batch, context)
+    ways = []
+    if "bf16" in formats:
+        launches: dict[str, Callable[[], torch.Tensor]] = {}
+        for tile, stages, waves in BF16_CONFIGS:
+            for splits in _splits(batch, context // tile, processors, waves):
+                launches[f"kvfold bf16 tile={tile} stages={stages} splits={splits}"] = partial(
+                    bf16.attend, q, raw, SCALE, splits, out, tile, stages
                 )
-        for label, times in _sdpa(q, pool, batch, context):
-            yield Row("attend", "bf16", label, *times, bytes=raw_bytes, **shape)
+        for programs in (2 * processors, 3 * processors):
+            launches[f"kvfold bf16 tile=64 stages=4 programs={programs}"] = partial(
+                bf16.attend, q, raw, SCALE, 1, out, 64, 4, programs=programs
+            )
+        ways.append(Way("bf16", launches, tokens * TOKEN_BYTES, PAGE_TOKENS))
+    for fused in FUSED:
+        if fused.name not in formats:
+            continue
+        kv = pool.fused(fused, batch, context)
+        launches = {
+            f"kvfold {fused.name} splits={splits}": partial(fused.attend, q, kv, SCALE, splits, out)
+            for splits in _splits(batch, context // BLOCK_TOKENS, processors, (1, 2, 4))
+        }
+        # As many programs as run at once, or as divide a batch of equal sequences evenly.
+        even = processors - processors % 32
+        for programs in (even, processors, 2 * even, 2 * processors) if fused.has_shares else ():
+            launches[f"kvfold {fused.name} programs={programs}"] = partial(
+                fused.attend, q, kv, SCALE, 1, out, programs=programs
+            )
+        size = tokens // BLOCK_TOKENS * pool.block_bytes(fused)
+        ways.append(Way(fused.name, launches, size, BLOCK_TOKENS))
+        if fused is FIXED4 and point == SLOW_POINT:
+            ways += _slow_ways(pool, q, kv, raw, size)
+    for name, (k, v, k_scale, v_scale) in pool.cast.items():
+        cast = replace(pool.raw(batch, context, FP8_PAGE_TOKENS), raw_k=k, raw_v=v)
+        launches = {}
+        for tile, stages in ((128, 5), (64, 5)):
+            for splits in _splits(batch, context // tile, processors, (1, 2)):
+                launches[f"kvfold {name} tile={tile} stages={stages} splits={splits}"] = partial(
+                    fp8.attend, q, cast, SCALE, splits, out, k_scale, v_scale, tile, stages
+                )
+        ways.append(Way(name, launches, tokens * TOKEN_BYTES // 2, FP8_PAGE_TOKENS))
+    return ways
+
+
+def _slow_ways(pool: Pool, q: torch.Tensor, kv: PagedKv, raw: PagedKv, packed_bytes: int) -> list[Way]:
+    """`fixed4` without the tuned kernel: unpacked to memory first, and decoded in plain Triton."""
+    places = kv.table.packed_pages.flatten().contiguous()
+    listed = pool.listed[places.long()].contiguous()
+    raw_bytes = int(raw.table.raw_tokens.sum()) * TOKEN_BYTES
+
+    def unpack_then_attend() -> torch.Tensor:
+        unpack(kv.packed_k, places, raw.raw_k, listed, "k", BLOCK_TOKENS)
+        unpack(kv.packed_v, places, raw.raw_v, listed, "v", BLOCK_TOKENS)
+        return bf16.attend(q, raw, SCALE, 4, tile_tokens=64, stages=4)
+
+    return [
+        Way(
+            "fixed4:kernel=unpack",
+            {"kvfold fixed4 unpack, then bf16": unpack_then_attend},
+            packed_bytes + 2 * raw_bytes,
+            BLOCK_TOKENS,
+            is_peer=False,
+        ),
+        Way(
+            "fixed4:kernel=portable",
+            {"kvfold fixed4 portable splits=4": partial(fixed4_portable.attend, q, kv, SCALE, 4)},
+            packed_bytes,
+            BLOCK_TOKENS,
+            is_peer=False,
+        ),
+    ]
+
+
+def _gaac_slots(pool: Pool, tokens: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Slots of K and V for so many tokens, and the windows: some pages encoded by the codec, over and over."""
+    sides = []
+    count = GAAC_PAGES * GAAC_BLOCK_TOKENS // PAGE_TOKENS
+    for raw in (pool.raw_k, pool.raw_v):
+        slots, windows = inputs.gaac_slots(inputs.patterns_of(raw[:count]), GAAC_BLOCK_TOKENS, device)
+        numbers = torch.arange(tokens // GAAC_BLOCK_TOKENS, device=device) % len(slots)
+        sides.append((slots[numbers], windows))
+    return sides
+
+
+def _gaac(pool: Pool, sides: list[tuple[torch.Tensor, torch.Tensor]], point: tuple[int, int]) -> list[Way]:
+    batch, context = point
+    q = _queries(batch, pool)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    (k, k_windows), (v, v_windows) = sides
+    table = inputs.uniform_table(batch, context // GAAC_BLOCK_TOKENS, str(q.device))
+    kv = GaacKv(k, v, pool.raw_k, pool.raw_v, table, GAAC_BLOCK_TOKENS, k_windows, v_windows)
+    launches = {
+        f"kvfold gaac portable splits={splits}": partial(gaac_attend.attend, q, kv, SCALE, splits)
+        for splits in _splits(batch, context // GAAC_BLOCK_TOKENS, processors, (1, 2, 4))
+    }
+    size = batch * context // GAAC_BLOCK_TOKENS * (k.shape[1] + v.shape[1])
+    return [Way("gaac:kernel=portable", launches, size, GAAC_BLOCK_TOKENS)]
 
 
 def _splits(batch: int, tiles: int, processors: int, waves: Sequence[int]) -> list[int]:
@@ -217,39 +260,7 @@ def _splits(batch: int, tiles: int, processors: int, waves: Sequence[int]) -> li
     return sorted({fixed4.split_count(batch, KV_HEADS, tiles, processors * wave) for wave in waves})
 
 
-Best = tuple[str, "Callable[[], object]", tuple[float, float, float]]  # label, launch, its times
-
-
-def _fastest(launches: Mapping[str, Callable[[], object]]) -> Best:
-    timed = {label: burst(launch) for label, launch in launches.items()}
-    label = min(timed, key=lambda name: timed[name][0])
-    return label, launches[label], timed[label]
-
-
-def _best_bf16(q: torch.Tensor, raw: PagedKv, context: int, processors: int) -> Best:
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    launches = {}
-    for tile, stages in ((64, 4), (64, 3), (128, 3)):
-        for splits in _splits(len(q), context // tile, processors, (1, 2, 4)):
-            launches[f"kvfold bf16 tile={tile} stages={stages} splits={splits}"] = partial(
-                bf16.attend, q, raw, HEAD_DIM**-0.5, splits, out, tile, stages
-            )
-    return _fastest(launches)
-
-
-def _best_fixed4(q: torch.Tensor, kv: PagedKv, context: int, processors: int) -> Best:
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    return _fastest(
-        {
-            f"kvfold fixed4 splits={splits}": partial(fixed4.attend, q, kv, HEAD_DIM**-0.5, splits, out)
-            for splits in _splits(len(q), context // BLOCK_TOKENS, processors, (1, 2, 4))
-        }
-    )
-
-
-def _sdpa(
-    q: torch.Tensor, pool: Pool, batch: int, context: int
-) -> Iterator[tuple[str, tuple[float, float, float]]]:
+def _sdpa(q: torch.Tensor, pool: Pool, batch: int, context: int) -> Iterator[tuple[str, Times]]:
     """torch's backends on dense K and V of the same size: the pools' memory, as they want it."""
     shape = (batch, KV_HEADS, context, HEAD_DIM)
     k = pool.raw_k.view(-1)[: math.prod(shape)].view(shape)
@@ -265,103 +276,35 @@ def _sdpa(
             continue  # a backend that refuses the shape has no row
 
 
-def prefill_rows(device: str) -> Iterator[Row]:
-    """torch's best attention of a prompt chunk: causal over itself, or dense over its history."""
-    for tokens, context in PREFILL:
-        generator = torch.Generator(device).manual_seed(2)
-        q = inputs.values((1, KV_HEADS * GROUP, tokens, HEAD_DIM), generator)
-        k, v = (make((1, KV_HEADS, context, HEAD_DIM), generator) for make in (inputs.keys, inputs.values))
-        best: tuple[str, tuple[float, float, float]] | None = None
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-            with sdpa_kernel(backend):
-                times = burst(
-                    partial(
-                        scaled_dot_product_attention, q, k, v, is_causal=tokens == context, enable_gqa=True
-                    )
-                )
-            if best is None or times[0] < best[1][0]:
-                best = (f"torch sdpa {name} {'causal' if tokens == context else 'dense'}", times)
-        assert best is not None
+def pack_tasks(device: str) -> Iterator[tuple[str, Iterator[Row]]]:
+    """Packing and unpacking of K and V of one layer in `fixed4`, from and to raw pages."""
+    pool = Pool(max(PACK_BLOCKS) * BLOCK_TOKENS, device, ["fixed4"])
+    for blocks in PACK_BLOCKS:
+        yield f"pack {blocks} blocks", _pack_rows(pool, blocks)
+
+
+def _pack_rows(pool: Pool, blocks: int) -> Iterator[Row]:
+    listed, places = pool.listed[:blocks].contiguous(), pool.places[:blocks].contiguous()
+    (packed_k, packed_v), _ = pool.packed["fixed4"]
+
+    def pack_both() -> None:
+        pack(pool.raw_k, listed, packed_k, places, "k", BLOCK_TOKENS)
+        pack(pool.raw_v, listed, packed_v, places, "v", BLOCK_TOKENS)
+
+    def unpack_both() -> None:
+        unpack(packed_k, places, pool.raw_k, listed, "k", BLOCK_TOKENS)
+        unpack(packed_v, places, pool.raw_v, listed, "v", BLOCK_TOKENS)
+
+    moved = blocks * (BLOCK_TOKENS * TOKEN_BYTES + pool.block_bytes(FIXED4))
+    for op, launch in (("pack", pack_both), ("unpack", unpack_both)):
         yield Row(
-            "prefill",
-            "bf16",
-            best[0],
-            *best[1],
-            bytes=context * TOKEN_BYTES + 4 * tokens * KV_HEADS * GROUP * HEAD_DIM,
-            batch=1,
-            context_tokens=context,
-            q_heads=KV_HEADS * GROUP,
+            op,
+            "fixed4",
+            f"kvfold fixed4 {op}",
+            *burst(launch),
+            bytes=moved,
             kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
-            tokens=tokens,
+            page_tokens=BLOCK_TOKENS,
+            tokens=blocks * BLOCK_TOKENS,
         )
-
-
-def pack_rows(device: str) -> Iterator[Row]:
-    """Packing and unpacking of K and V of one layer, from and to raw pages."""
-    pool = Pool(max(PACK_BLOCKS) * BLOCK_TOKENS, device)
-    out = torch.empty_like(pool.raw_k)
-    for blocks in PACK_BLOCKS:
-        listed, places = pool.listed[:blocks].contiguous(), pool.places[:blocks].contiguous()
-        sides = (("k", pool.raw_k, pool.packed_k), ("v", pool.raw_v, pool.packed_v))
-
-        def pack_both(listed=listed, places=places, sides=sides) -> None:
-            for kind, raw, records in sides:
-                pack(raw, listed, records, places, kind, BLOCK_TOKENS)
-
-        def unpack_both(listed=listed, places=places, sides=sides) -> None:
-            for kind, _, records in sides:
-                unpack(records, places, out, listed, kind, BLOCK_TOKENS)
-
-        moved = blocks * (BLOCK_TOKENS * TOKEN_BYTES + 2 * KV_HEADS * slot_bytes(BLOCK_TOKENS, HEAD_DIM))
-        for op, launch in (("pack", pack_both), ("unpack", unpack_both)):
-            yield Row(
-                op,
-                "fixed4",
-                f"kvfold fixed4 {op}",
-                *burst(launch),
-                bytes=moved,
-                kv_heads=KV_HEADS,
-                head_dim=HEAD_DIM,
-                page_tokens=BLOCK_TOKENS,
-                tokens=blocks * BLOCK_TOKENS,
-            )
-
-
-def linear_rows(shapes: Sequence[tuple[int, int]], device: str) -> Iterator[Row]:
-    """BF16 products of ``tokens`` rows with weights ``[out_features, in_features]``."""
-    for in_features, out_features in shapes:
-        weights = torch.randn(out_features, in_features, device=device).to(torch.bfloat16)
-        for tokens in LINEAR_TOKENS:
-            x = torch.randn(tokens, in_features, device=device).to(torch.bfloat16)
-            yield Row(
-                "linear",
-                "bf16",
-                "torch matmul",
-                *burst(partial(torch.matmul, x, weights.t()), 4, 12),
-                bytes=2 * (in_features * out_features + tokens * (in_features + out_features)),
-                tokens=tokens,
-                in_features=in_features,
-                out_features=out_features,
-                weights="bf16",
-            )
-
-
-COLUMNS = (
-    "device",
-    *("op", "format", "batch", "context_tokens", "q_heads", "kv_heads", "head_dim", "page_tokens", "tokens"),
-    *("in_features", "out_features", "weights", "median_us", "p10_us", "p90_us", "bytes", "energy_mj"),
-    *("sustained", "kernel", "torch", "triton", "driver", "commit", "date"),
-)
-
-
-def as_columns(row: Row, machine: Machine, commit: str, date: str) -> dict[str, object]:
-    """A row of the CSV: times to 0.01 microseconds, empty where a column does not apply."""
-    values: dict[str, object] = {"commit": commit, "date": date}
-    for source in (row, machine):
-        for column in fields(source):
-            value = getattr(source, column.name)
-            if isinstance(value, float):
-                value = f"{value:.2f}"
-            values[column.name] = "" if value is None else value
-    return {name: values[name] for name in COLUMNS}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
 from kvfold.codec.fixed4 import exception_capacity
 from kvfold.kernels.bf16 import LOG2_E, check_query
 from kvfold.kernels.fixed4_gluon import attend_kernel
 from kvfold.kernels.fixed4_layout import nibble_layout, weight_layouts
 from kvfold.kernels.fixed4_pack import slot_bytes
-from kvfold.kernels.merge import empty_parts, merge_kernel
+from kvfold.kernels.merge import merge_shares, merge_splits, parts_for
+from kvfold.kernels.shares import schedule
 
 if TYPE_CHECKING:
     from kvfold.kernels.pages import PagedKv
@@ -29,14 +29,16 @@ def attend(
     in_tile: bool = False,
     has_skips: bool = False,
     exceptions: bool = True,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """Attention of ``q`` ``bfloat16 [batch, q_heads, head_dim]`` over ``kv``: float32 of that shape.
 
-    The softmax is split over ``splits`` programs per KV head and merged. ``in_tile`` puts exceptions where the raw
-    pages have them: slow, and equal to the same call on raw pages by ``torch.equal``. ``has_skips`` says that the
-    table has skips (a sliding window). ``exceptions=False`` leaves them out, to time what they cost: the result is
-    wrong. Raises ValueError when shapes do not fit, for packed pages of other than 128 or 256 tokens and heads of
-    other than 64, 128 or 256 channels.
+    The softmax is split over ``splits`` programs per KV head and merged; with ``programs`` all blocks of the batch
+    are divided evenly among that many instead (`kvfold.kernels.shares`), which suits ragged batches: twice as many
+    as there are multiprocessors. ``in_tile`` puts exceptions where the raw pages have them: slow, and equal to the
+    same call on raw pages by ``torch.equal``. ``has_skips`` says that the table has skips (a sliding window).
+    ``exceptions=False`` leaves them out, to time what they cost: the result is wrong. Raises ValueError for shapes
+    that do not fit, packed pages of other than 128 or 256 tokens and heads of other than 64, 128 or 256 channels.
     """
     check_query(q, kv, MOST_GROUP)
     batch, q_heads, head_dim = q.shape
@@ -58,12 +60,11 @@ def attend(
             )
     rows = 8 if group <= 8 else 16
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device) if out is None else out
-    is_whole = splits == 1 and out.dtype == torch.float32
-    parts, lse = (out, out) if is_whole else empty_parts(q, kv.kv_heads * splits * rows)
+    parts, lse = parts_for(q, out, kv.kv_heads, rows, splits, programs)
     table = kv.table
-    warps = kv.block_tokens // 64
+    warps = kv.block_tokens // 64 * max(1, head_dim // 128)
     written, read = weight_layouts(kv.block_tokens // 8, rows)
-    attend_kernel[(kv.kv_heads, splits, batch)](
+    attend_kernel[(batch * kv.kv_heads * splits if programs is None else programs,)](
         q,
         kv.packed_k.view(torch.uint32),
         kv.packed_v.view(torch.uint32),
@@ -75,10 +76,14 @@ def attend(
         table.raw_pages,
         table.raw_tokens,
         table.raw_skips,
+        out,
         parts,
         lse,
         table.packed_pages.shape[1],
         table.raw_pages.shape[1],
+        batch,
+        kv.kv_heads,
+        splits,
         scale * LOG2_E,
         GROUP=group,
         ROWS=rows,
@@ -93,22 +98,14 @@ def attend(
         WARPS=warps,
         WINDOW=has_skips,
         IN_TILE=in_tile,
-        IS_WHOLE=is_whole,
         EXCEPTIONS=exceptions,
+        **schedule(batch, splits, programs),
         num_warps=warps,
     )
-    if is_whole:
-        return out
-    merge_kernel[(batch * kv.kv_heads, group)](
-        parts,
-        lse,
-        out,
-        splits,
-        SPLIT_TILE=triton.next_power_of_2(splits),
-        GROUP=group,
-        ROWS=rows,
-        HEAD_DIM=head_dim,
-    )
+    if programs is not None:
+        merge_shares(parts, lse, out, kv.kv_heads, programs, rows, table, kv.block_tokens, has_packed=True)
+    elif splits > 1:
+        merge_splits(parts, lse, out, kv.kv_heads, splits, rows)
     return out
 
 

@@ -17,8 +17,8 @@ from kvfold.codec.fixed4 import exception_capacity
 from kvfold.kernels import bf16
 from kvfold.kernels.bf16 import LOG2_E, ROWS, check_query
 from kvfold.kernels.fixed4_pack import BYTE_BITS, NIBBLE_BITS, rotate, slot_bytes
-from kvfold.kernels.fixed4_unpack import value_of
-from kvfold.kernels.merge import empty_parts, merge_kernel
+from kvfold.kernels.fixed4_unpack import values_of
+from kvfold.kernels.merge import empty_parts, merge_splits
 
 if TYPE_CHECKING:
     from kvfold.kernels.pages import PagedKv
@@ -38,7 +38,8 @@ def _pair_values(
         nibbles = tl.trans(nibbles)
     pairs = rotate(byte_word, 8 * (place % 2)) & BYTE_BITS
     pairs |= rotate(nibbles, 32 - 4 * (place % 4)) & NIBBLE_BITS
-    return value_of(pairs & 0xFFFF, low_base), value_of(pairs >> 16, high_base)
+    both = values_of(pairs, low_base | (high_base << 16))
+    return both & 0xFFFF, both >> 16
 
 
 @triton.jit
@@ -198,14 +199,5 @@ def attend(
     all_parts = torch.cat([parts.view(*by_head, head_dim), raw_parts.view(*by_head, head_dim)], dim=1)
     all_lse = torch.cat([lse.view(by_head), raw_lse.view(by_head)], dim=1)
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device) if out is None else out
-    merge_kernel[(batch * kv.kv_heads, group)](
-        all_parts,
-        all_lse,
-        out,
-        splits + RAW_SPLITS,
-        SPLIT_TILE=triton.next_power_of_2(splits + RAW_SPLITS),
-        GROUP=group,
-        ROWS=ROWS,
-        HEAD_DIM=head_dim,
-    )
+    merge_splits(all_parts, all_lse, out, kv.kv_heads, splits + RAW_SPLITS, ROWS.value)
     return out

@@ -2,107 +2,223 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvfold.codec import fixed4 as codec
-from kvfold.kernels import bf16, fixed4, reference
+from kvfold.codec.fp8 import E4M3, E5M2
+from kvfold.kernels import bf16, fixed4_portable, fp8, gaac_attend, reference
 from kvfold.kernels.fixed4_unpack import unpack
-from kvfold.kernels.inputs import make
+from kvfold.kernels.fused import FUSED
+from kvfold.kernels.gaac import decode_pages
+from kvfold.kernels.inputs import (
+    POISON,
+    cast_drawn,
+    draw,
+    gaac_slots,
+    pack_fixed4,
+    pack_gaac,
+    patterns_of,
+    raw_pages,
+)
 
 if TYPE_CHECKING:
-    from kvfold.kernels.inputs import Case
-    from kvfold.kernels.pages import BlockTable, PagedKv
+    from collections.abc import Callable, Sequence
+
+    from kvfold.codec.fp8 import Fp8
+    from kvfold.kernels.fused import Fused
+    from kvfold.kernels.inputs import Case, Drawn
+    from kvfold.kernels.pages import PagedKv
 
 # A fused result may be this much further from float64 than the raw pages' own: of 32,768 values in a block and
 # head at most 16 are added out of order, so only rounding noise of float32 separates the two.
 ERROR_SLACK = 1.02
+# BF16 weights (2^-9 each) and float32 sums: the relative error of a weighted mean of independent values.
+BF16_TOLERANCE = 2.0**-8
+# FP16 weights have three more bits; one of them is left for sums.
+FP8_TOLERANCE = 2.0**-10
 GUARD_ROWS = 8
 
 
-def find_faults(case: Case, device: str, splits: int = 3) -> list[str]:
-    """What is wrong with the `fixed4` kernels on one case: nothing, or one line per broken rule."""
-    q, kv, raw = make(case, device)
-    scale = case.head_dim**-0.5
-    has_skips = case.window is not None
-    faults = [*_pack_faults(case, kv, raw)]
-    dense = [reference.dense(raw, b) for b in range(len(case.lengths))]
-    exact = reference.attend(q, [k.to(device) for k, _ in dense], [v.to(device) for _, v in dense], scale)
+@dataclass(slots=True)
+class Gate:
+    """One case, what attention over it is, and the rules that were broken."""
 
-    def run(kernel, pages: PagedKv, **options: bool) -> torch.Tensor:
-        guarded = torch.full((len(q) + GUARD_ROWS, *q.shape[1:]), float("nan"), device=device)
-        kernel(q, pages, scale, splits, guarded[: len(q)], **options)
-        if not bool(guarded[len(q) :].isnan().all()):
-            faults.append(f"{kernel.__module__} {options}: wrote past the end")
-        if bool(guarded[: len(q)].isnan().any()):
-            faults.append(f"{kernel.__module__} {options}: NaN, or not written")
-        return guarded[: len(q)].clone()
+    drawn: Drawn
+    splits: int
+    programs: int | None  # where given, kernels that can divide the work evenly do (`kvfold.kernels.shares`)
+    exact: torch.Tensor  # float64 [batch, q_heads, head_dim]
+    faults: list[str] = field(default_factory=list)
 
-    plain = run(bf16.attend, raw)
-    raw_sums = run(fixed4.attend, raw, has_skips=has_skips)
-    in_tile = run(fixed4.attend, kv, has_skips=has_skips, in_tile=True)
-    fast = run(fixed4.attend, kv, has_skips=has_skips)
-    again = run(fixed4.attend, kv, has_skips=has_skips)
-    if not torch.equal(raw_sums, in_tile):
-        faults.append(f"in-tile sums differ from raw pages': {_worst(raw_sums, in_tile)}")
-    if not _has_exceptions(kv) and not torch.equal(raw_sums, fast):
-        faults.append(f"sums differ from raw pages' without an exception: {_worst(raw_sums, fast)}")
-    if not torch.equal(fast, again):
-        faults.append(f"two launches differ: {_worst(fast, again)}")
-    bound = ERROR_SLACK * max(_error(raw_sums, exact), _error(plain, exact))
-    if not _error(fast, exact) <= bound:
-        faults.append(f"error against float64 is {_error(fast, exact):.3e}, raw pages' {bound:.3e}")
-    return faults
+    def run(
+        self, attend: Callable[..., torch.Tensor], kv: PagedKv, label: str, **options: Any
+    ) -> torch.Tensor:
+        """The kernel's result, written over poison between guards."""
+        q = self.drawn.q
+        guarded = torch.full((len(q) + 2 * GUARD_ROWS, *q.shape[1:]), float("nan"), device=q.device)
+        out = guarded[GUARD_ROWS:-GUARD_ROWS]
+        attend(q, kv, q.shape[2] ** -0.5, self.splits, out, **options)
+        if not bool(guarded[:GUARD_ROWS].isnan().all() & guarded[-GUARD_ROWS:].isnan().all()):
+            self.faults.append(f"{label}: wrote before the start or past the end")
+        if bool(out.isnan().any()):
+            self.faults.append(f"{label}: NaN, or not written")
+        return out.clone()
 
+    def expect_equal(self, first: torch.Tensor, second: torch.Tensor, label: str) -> None:
+        if not torch.equal(first, second):
+            self.faults.append(f"{label}: {_worst(first, second)}")
 
-def _pack_faults(case: Case, kv: PagedKv, raw: PagedKv) -> list[str]:
-    """Records against the codec's bytes, and unpacked pages against the values, of the first sequence."""
-    count = int(kv.table.packed_counts[0])
-    if count == 0:
-        return []
-    places = kv.table.packed_pages[0, :count].contiguous()
-    tokens = count * case.block_tokens
-    per_block = case.block_tokens // case.raw_page_tokens
-    listed = torch.arange(count * per_block, dtype=torch.int32, device=places.device).view(count, per_block)
-    faults = []
-    record_bytes = codec.head_record_bytes(case.block_tokens, case.head_dim)
-    unskipped = raw.with_table(_without_skips(raw))
-    kinds: tuple[codec.Kind, ...] = ("k", "v")
-    for kind, records, values in zip(
-        kinds, (kv.packed_k, kv.packed_v), reference.dense(unskipped, 0), strict=True
-    ):
-        patterns = values[:, :tokens].contiguous().view(torch.int16).numpy().view(np.uint16)
-        expected = codec.encode(patterns, None, case.block_tokens, kind).pages
-        got = records[places.long()][..., :record_bytes].reshape(-1).cpu().numpy()
-        if not np.array_equal(expected, got):
-            faults.append(
-                f"{np.count_nonzero(expected != got)} bytes of packed {kind} differ from the codec's"
-            )
-        pages = torch.full((count * per_block, *raw.raw_k.shape[1:]), float("nan"), dtype=torch.bfloat16)
-        pages = pages.to(places.device)
-        unpack(records, places, pages, listed, kind, case.block_tokens)
-        back = pages.transpose(0, 1).reshape(values.shape[0], tokens, -1).view(torch.int16).cpu()
-        if not torch.equal(back, values[:, :tokens].view(torch.int16)):
-            faults.append(f"unpacked {kind} differs from the values")
-    return faults
+    def expect_close(self, result: torch.Tensor, exact: torch.Tensor, bound: float, label: str) -> None:
+        error = _error(result, exact)
+        if not error <= bound:
+            self.faults.append(f"{label}: the error against float64 is {error:.3e}, above {bound:.3e}")
 
 
-def _without_skips(kv: PagedKv) -> BlockTable:
-    return replace(kv.table, raw_skips=torch.zeros_like(kv.table.raw_skips))
+def find_faults(
+    case: Case, device: str, checks: Sequence[str], splits: int = 3, programs: int | None = None
+) -> list[str]:
+    """What is wrong with kernels on one case, one line per broken rule; checks are names of ``CHECKS``."""
+    drawn = draw(case, device)
+    raw = raw_pages(drawn)
+    sides = [reference.raw_tokens(raw, b) for b in range(raw.batch)]
+    exact = reference.attend(drawn.q, [k for k, _ in sides], [v for _, v in sides], case.head_dim**-0.5)
+    gate = Gate(drawn, splits, programs, exact)
+    for name in checks:
+        CHECKS[name](gate)
+    return gate.faults
 
 
-def _has_exceptions(kv: PagedKv) -> bool:
-    place = kv.block_tokens * kv.head_dim * 3 // 2 + 4 * codec.exception_capacity(kv.head_dim) + kv.head_dim
-    used = [kv.table.packed_pages[b, : int(kv.table.packed_counts[b])].long() for b in range(kv.batch)]
-    pages = torch.cat(used)
-    return any(bool(records[pages][..., place].any()) for records in (kv.packed_k, kv.packed_v))
+def check_bf16(gate: Gate) -> None:
+    """Raw pages against float64, and one launch against another."""
+    raw = raw_pages(gate.drawn)
+    plain = gate.run(bf16.attend, raw, "bf16", programs=gate.programs)
+    gate.expect_close(plain, gate.exact, BF16_TOLERANCE, "bf16")
+    again = gate.run(bf16.attend, raw, "bf16", programs=gate.programs)
+    gate.expect_equal(plain, again, "bf16: two launches differ")
+
+
+def check_fused(gate: Gate, fused: Fused, in_tile: bool) -> None:
+    """Sums over packed pages: those of raw pages in the tile or without an exception; else no less exact."""
+    name = fused.name
+    kv, raw, exceptions = fused.pack_drawn(gate.drawn)
+    options: dict[str, Any] = {"has_skips": gate.drawn.case.window is not None}
+    if gate.programs is not None:
+        options["programs"] = gate.programs
+    plain = gate.run(bf16.attend, raw_pages(gate.drawn), "bf16", programs=gate.programs)
+    raw_sums = gate.run(fused.attend, raw, f"{name} on raw pages", **options)
+    fast = gate.run(fused.attend, kv, name, **options)
+    gate.expect_equal(fast, gate.run(fused.attend, kv, name, **options), f"{name}: two launches differ")
+    if in_tile:
+        slow = gate.run(fused.attend, kv, f"{name} in tile", in_tile=True, **options)
+        gate.expect_equal(raw_sums, slow, f"{name} in tile: sums differ from raw pages'")
+    if exceptions == 0:
+        gate.expect_equal(raw_sums, fast, f"{name}: sums differ from raw pages' without an exception")
+    bound = ERROR_SLACK * max(_error(raw_sums, gate.exact), _error(plain, gate.exact))
+    gate.expect_close(fast, gate.exact, bound, name)
+
+
+def check_fixed4_pages(gate: Gate) -> None:
+    """Records against the codec's bytes, and unpacked pages against the values, of the sequence with most."""
+    case, drawn = gate.drawn.case, gate.drawn
+    kv, _, _ = pack_fixed4(drawn)
+    sequence = int(kv.table.packed_counts.argmax())
+    places = kv.table.packed_pages[sequence, : int(kv.table.packed_counts[sequence])].contiguous()
+    if len(places) == 0:
+        return
+    listed = drawn.listed()[places.long()]
+    order = torch.arange(listed.numel(), dtype=torch.int32, device=listed.device).view(listed.shape)
+    size = codec.head_record_bytes(case.block_tokens, case.head_dim)
+    sides: tuple[tuple[codec.Kind, torch.Tensor, torch.Tensor], ...] = (
+        ("k", kv.packed_k, drawn.raw_k),
+        ("v", kv.packed_v, drawn.raw_v),
+    )
+    for kind, records, pool in sides:
+        values = pool[listed.long().flatten()]  # [page, kv_heads, page_token, head_dim]
+        expected = codec.encode(patterns_of(values), None, case.block_tokens, kind).pages
+        got = records[places.long()]
+        different = np.count_nonzero(got[..., :size].reshape(-1).cpu().numpy() != expected)
+        if different or bool(got[..., size:].any()):
+            gate.faults.append(f"fixed4: {different} bytes of packed {kind} differ from the codec's")
+        back = torch.full((len(values) + 2, *values.shape[1:]), float("nan"), device=pool.device).to(
+            pool.dtype
+        )
+        unpack(records, places, back[1:-1], order, kind, case.block_tokens)
+        if not bool(back[0].isnan().all() & back[-1].isnan().all()):
+            gate.faults.append(f"fixed4: unpacking {kind} wrote before the start or past the end")
+        if not torch.equal(back[1:-1].view(torch.int16), values.view(torch.int16)):
+            gate.faults.append(f"fixed4: unpacked {kind} differs from the values")
+
+
+def check_portable(gate: Gate) -> None:
+    """`fixed4` in plain Triton against float64."""
+    kv, _, _ = pack_fixed4(gate.drawn)
+    result = gate.run(fixed4_portable.attend, kv, "fixed4 portable")
+    gate.expect_close(result, gate.exact, BF16_TOLERANCE, "fixed4 portable")
+
+
+def check_gaac(gate: Gate) -> None:
+    """Sums over packed pages equal those over raw pages, and decoded pages the values."""
+    kv, raw = pack_gaac(gate.drawn)
+    raw_sums = gate.run(gaac_attend.attend, raw, "gaac on raw pages")
+    result = gate.run(gaac_attend.attend, kv, "gaac")
+    gate.expect_equal(raw_sums, result, "gaac: sums differ from raw pages'")
+    gate.expect_close(result, gate.exact, BF16_TOLERANCE, "gaac")
+
+
+def check_gaac_decode(gate: Gate) -> None:
+    """Pages of `gaac` decoded on the device against the values."""
+    case = gate.drawn.case
+    for patterns in gate.drawn.patterns():
+        if patterns.shape[1] == 0:
+            continue
+        slots, windows = gaac_slots(patterns, case.block_tokens, str(gate.drawn.q.device))
+        starts = torch.arange(len(slots) + 1, device=slots.device) * slots.shape[1]
+        memory = torch.full((patterns.size * 2 + 512,), POISON, dtype=torch.uint8, device=slots.device)
+        out = memory[256:-256].view(torch.int16).view(patterns.shape)
+        decode_pages(slots.reshape(-1), starts, windows[0], windows[1], out, case.block_tokens)
+        if not bool((memory[:256] == POISON).all() and (memory[-256:] == POISON).all()):
+            gate.faults.append("gaac decode: wrote before the start or past the end")
+        different = np.count_nonzero(out.cpu().numpy().view(np.uint16) != patterns)
+        if different:
+            gate.faults.append(f"gaac decode: {different} values differ")
+
+
+def check_fp8(gate: Gate, kind: Fp8) -> None:
+    """FP8 pages against float64 attention over the cast values."""
+    kv, (k_scale, v_scale) = cast_drawn(gate.drawn, kind)
+    name, q = kind.name, gate.drawn.q
+    plain = replace(
+        kv, raw_k=kv.raw_k.double() * k_scale, raw_v=kv.raw_v.double().transpose(2, 3).contiguous() * v_scale
+    )
+    sides = [reference.raw_tokens(plain, b) for b in range(plain.batch)]
+    exact = reference.attend(q, [k for k, _ in sides], [v for _, v in sides], q.shape[2] ** -0.5)
+    attend = partial(fp8.attend, k_scale=k_scale, v_scale=v_scale)
+    result = gate.run(attend, kv, name)
+    gate.expect_close(result, exact, FP8_TOLERANCE, name)
+    gate.expect_equal(result, gate.run(attend, kv, name), f"{name}: two launches differ")
+
+
+CHECKS: dict[str, Callable[[Gate], None]] = {
+    "bf16": check_bf16,
+    **{fused.name: partial(check_fused, fused=fused, in_tile=True) for fused in FUSED},
+    **{f"{fused.name}-fast": partial(check_fused, fused=fused, in_tile=False) for fused in FUSED},
+    "fixed4-pages": check_fixed4_pages,
+    "fixed4-portable": check_portable,
+    "gaac": check_gaac,
+    "gaac-decode": check_gaac_decode,
+    E4M3.name: partial(check_fp8, kind=E4M3),
+    E5M2.name: partial(check_fp8, kind=E5M2),
+}
 
 
 def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((result.double() - exact).norm() / exact.norm()).item()
+    """Relative error; 0 where both are nothing but zeros, as for a batch of empty sequences."""
+    difference, size = (result.double() - exact).norm(), exact.norm()
+    return 0.0 if difference == 0 else (difference / size).item()
 
 
 def _worst(first: torch.Tensor, second: torch.Tensor) -> str:
@@ -111,4 +227,4 @@ def _worst(first: torch.Tensor, second: torch.Tensor) -> str:
     shown = [
         f"{i}: {float(first[tuple(i)]).hex()} and {float(second[tuple(i)]).hex()}" for i in different[:5]
     ]
-    return f"{len(different)} values, " + "; ".join(shown)
+    return f"{len(different)} values differ, " + "; ".join(shown)

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from kvfold.codec import fp8, gaac
 from kvfold.codec.fixed4 import exception_capacity
+from kvfold.codec.pages import aligned
+from kvfold.codec.windows import calibrate
 from kvfold.kernels.fixed4_pack import pack, slot_bytes
+from kvfold.kernels.gaac_attend import GaacKv
 from kvfold.kernels.pages import BlockTable, PagedKv, block_table, inside_window
+
+if TYPE_CHECKING:
+    from kvfold.codec.fp8 import Fp8
+    from kvfold.codec.windows import Windows
+
+POISON = 0xA5
+FP8_DTYPES = {fp8.E4M3.name: torch.float8_e4m3fn, fp8.E5M2.name: torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One decode step of one layer. ``raw_share`` is the share of full blocks that are left raw, at random."""
 
-    lengths: tuple[int, ...]  # tokens of each sequence
+    lengths: tuple[int, ...]  # tokens of each sequence; 0 is a slot of the batch that nobody uses
     kv_heads: int
     group: int  # query heads per KV head
     head_dim: int
@@ -24,11 +37,13 @@ class Case:
     raw_share: float = 0.0
     window: int | None = None
     seed: int = 0
+    shared_blocks: int = 0  # full blocks at the start that a sequence shares with the first one
 
     def __str__(self) -> str:
         return (
             f"{'+'.join(map(str, self.lengths))}-h{self.kv_heads}x{self.group}-d{self.head_dim}"
-            f"-b{self.block_tokens}-p{self.raw_page_tokens}-r{self.raw_share}-w{self.window}-s{self.seed}"
+            f"-b{self.block_tokens}-p{self.raw_page_tokens}-r{self.raw_share}-w{self.window}"
+            f"-c{self.shared_blocks}-s{self.seed}"
         )
 
 
@@ -61,51 +76,94 @@ def queries(batch: int, heads: int, head_dim: int, generator: torch.Generator) -
     return (0.5 * q).to(torch.bfloat16)
 
 
-def make(case: Case, device: str) -> tuple[torch.Tensor, PagedKv, PagedKv]:
-    """Queries, the case's pages, and the same tokens in the same order as raw pages only.
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """A case before anything is packed: its queries, raw pages, and which of them each block has."""
 
-    Blocks whose exceptions do not fit their list are raw in both.
-    """
+    case: Case
+    q: torch.Tensor  # bfloat16 [batch, q_heads, head_dim]
+    raw_k: torch.Tensor  # bfloat16 [page, kv_heads, page_token, head_dim]
+    raw_v: torch.Tensor
+    pages: list[list[int]]  # of each sequence
+    block_pages: list[list[int]]  # of each distinct block
+    places: list[list[int]]  # of each sequence, the number of each of its full blocks
+    stays_raw: list[bool]  # of each distinct block
+
+    def listed(self) -> torch.Tensor:
+        """The raw pages of each block, int32 ``[block, page of it]``."""
+        per_block = self.case.block_tokens // self.case.raw_page_tokens
+        listed = torch.tensor(self.block_pages, dtype=torch.int32, device=self.q.device)
+        return listed.reshape(len(self.block_pages), per_block)
+
+    def patterns(self) -> tuple[np.ndarray, np.ndarray]:
+        """K and V of all blocks, ``uint16 [kv_head, token, head_dim]``, block after block."""
+        pages = self.listed().long().flatten()
+        return patterns_of(self.raw_k[pages]), patterns_of(self.raw_v[pages])
+
+
+def patterns_of(pages: torch.Tensor) -> np.ndarray:
+    """Pages ``bfloat16 [page, kv_head, page_token, head_dim]`` as ``uint16 [kv_head, token, head_dim]``."""
+    tokens = pages.transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3]).contiguous()
+    return tokens.view(torch.int16).cpu().numpy().view(np.uint16)
+
+
+def draw(case: Case, device: str) -> Drawn:
+    """Queries and raw pages. What no token fills, and a page before and after the pools, are no numbers."""
     generator = torch.Generator(device).manual_seed(case.seed)
     q = queries(len(case.lengths), case.kv_heads * case.group, case.head_dim, generator)
     per_block = case.block_tokens // case.raw_page_tokens
+    full_blocks = [length // case.block_tokens for length in case.lengths]
+    shared = [min(case.shared_blocks, full_blocks[0], count) for count in full_blocks]
     page_counts = [-(-length // case.raw_page_tokens) for length in case.lengths]
-    shape = (sum(page_counts), case.kv_heads, case.raw_page_tokens, case.head_dim)
-    raw_k, raw_v = keys(shape, generator), values(shape, generator)
+    own = [
+        count - n * per_block if b else count
+        for b, (count, n) in enumerate(zip(page_counts, shared, strict=True))
+    ]
+    shape = (sum(own), case.kv_heads, case.raw_page_tokens, case.head_dim)
+    pools = []
+    for fill in (keys, values):
+        pool = torch.full((shape[0] + 2, *shape[1:]), float("nan"), dtype=torch.bfloat16, device=device)
+        pool[1:-1] = fill(shape, generator)
+        pools.append(pool[1:-1])
     order = torch.randperm(shape[0], generator=generator, device=device).tolist()
-    pages = [[order.pop() for _ in range(count)] for count in page_counts]
+    pages: list[list[int]] = []
+    places: list[list[int]] = []
+    block_pages: list[list[int]] = []
+    for b, length in enumerate(case.lengths):
+        kept = shared[b] if b else 0
+        pages.append(pages[0][: kept * per_block] if b else [])
+        pages[b] = pages[b] + [order.pop() for _ in range(own[b])]
+        first = len(block_pages)
+        block_pages += [pages[b][i * per_block : (i + 1) * per_block] for i in range(kept, full_blocks[b])]
+        places.append((places[0][:kept] if b else []) + list(range(first, len(block_pages))))
+        if length % case.raw_page_tokens:
+            for pool in pools:
+                pool[pages[b][-1], :, length % case.raw_page_tokens :] = float("nan")
+    stays_raw = torch.rand(len(block_pages), generator=generator, device=device).lt(case.raw_share).tolist()
+    return Drawn(case, q, pools[0], pools[1], pages, block_pages, places, stays_raw)
 
-    blocks = [(b, i) for b, length in enumerate(case.lengths) for i in range(length // case.block_tokens)]
-    stays_raw = torch.rand(len(blocks), generator=generator, device=device).lt(case.raw_share).tolist()
-    block_pages = [pages[b][i * per_block : (i + 1) * per_block] for b, i in blocks]
-    slot = slot_bytes(case.block_tokens, case.head_dim)
-    packed_k = torch.full((len(blocks), case.kv_heads, slot), 0xA5, dtype=torch.uint8, device=device)
-    packed_v = packed_k.clone()
-    listed = torch.tensor(block_pages, dtype=torch.int32, device=device).reshape(len(blocks), per_block)
-    places = torch.arange(len(blocks), dtype=torch.int32, device=device)
-    counts_k = pack(raw_k, listed, packed_k, places, "k", case.block_tokens)
-    counts_v = pack(raw_v, listed, packed_v, places, "v", case.block_tokens)
-    full = (
-        torch.maximum(counts_k, counts_v).amax(1).gt(exception_capacity(case.head_dim)).tolist()
-        if blocks
-        else []
-    )
 
+def tables(drawn: Drawn, full: list[bool]) -> tuple[BlockTable, BlockTable]:
+    """The case's table, and that of the same tokens in the same order as raw pages only.
+
+    ``full`` blocks are raw in both, and so are those that stay raw. What pads the rows is no page.
+    """
+    case = drawn.case
+    per_block = case.block_tokens // case.raw_page_tokens
     packed: list[list[int]] = [[] for _ in case.lengths]
     packed_starts: list[list[int]] = [[] for _ in case.lengths]
     raw: list[list[int]] = [[] for _ in case.lengths]
     raw_starts: list[list[int]] = [[] for _ in case.lengths]
-    for place, (b, i) in enumerate(blocks):
-        start = i * case.block_tokens
-        if stays_raw[place] or full[place]:
-            raw[b] += block_pages[place]
-            raw_starts[b] += [start + n * case.raw_page_tokens for n in range(per_block)]
-        else:
-            packed[b].append(place)
-            packed_starts[b].append(start)
-    for b, length in enumerate(case.lengths):
-        tail = range(length // case.block_tokens * per_block, page_counts[b])
-        raw[b] += [pages[b][i] for i in tail]
+    for b, pages in enumerate(drawn.pages):
+        for i, place in enumerate(drawn.places[b]):
+            if drawn.stays_raw[place] or full[place]:
+                raw[b] += drawn.block_pages[place]
+                raw_starts[b] += [i * case.block_tokens + n * case.raw_page_tokens for n in range(per_block)]
+            else:
+                packed[b].append(place)
+                packed_starts[b].append(i * case.block_tokens)
+        tail = range(len(drawn.places[b]) * per_block, len(pages))
+        raw[b] += [pages[i] for i in tail]
         raw_starts[b] += [i * case.raw_page_tokens for i in tail]
     table = inside_window(
         packed,
@@ -116,31 +174,127 @@ def make(case: Case, device: str) -> tuple[torch.Tensor, PagedKv, PagedKv]:
         max(case.lengths) if case.window is None else case.window,
         case.block_tokens,
         case.raw_page_tokens,
-        device,
+        str(drawn.q.device),
     )
-    kv = PagedKv(packed_k, packed_v, raw_k, raw_v, table, case.block_tokens)
-    return q, kv, kv.with_table(_only_raw(kv, block_pages))
+    return _without_padding(table, case), _without_padding(_only_raw(table, drawn), case)
 
 
-def _only_raw(kv: PagedKv, block_pages: list[list[int]]) -> BlockTable:
+def _only_raw(table: BlockTable, drawn: Drawn) -> BlockTable:
     """The table with the raw pages of each packed block in its place.
 
     Raises ValueError where a window starts inside a raw page behind packed ones: no single skip says that.
     """
+    case = drawn.case
     pages, tokens, skips = [], [], []
-    for b in range(kv.batch):
-        count, raw_tokens = int(kv.table.packed_counts[b]), int(kv.table.raw_tokens[b])
-        raw_skip = int(kv.table.raw_skips[b])
+    for b in range(table.batch):
+        count, raw_tokens = int(table.packed_counts[b]), int(table.raw_tokens[b])
+        raw_skip = int(table.raw_skips[b])
         if count and raw_skip:
             raise ValueError(f"sequence {b}: the window starts in a raw page behind {count} packed pages")
-        places = kv.table.packed_pages[b, :count].tolist()
-        kept = kv.table.raw_pages[b, : -(-raw_tokens // kv.raw_page_tokens)].tolist()
-        pages.append([page for place in places for page in block_pages[place]] + kept)
-        tokens.append(count * kv.block_tokens + raw_tokens)
-        skips.append(int(kv.table.packed_skips[b]) if count else raw_skip)
-    device = kv.table.raw_skips.device
-    table = block_table([[] for _ in tokens], pages, tokens, str(device))
-    return replace(table, raw_skips=torch.tensor(skips, dtype=torch.int32, device=device))
+        places = table.packed_pages[b, :count].tolist()
+        kept = table.raw_pages[b, : -(-raw_tokens // case.raw_page_tokens)].tolist()
+        pages.append([page for place in places for page in drawn.block_pages[place]] + kept)
+        tokens.append(count * case.block_tokens + raw_tokens)
+        skips.append(int(table.packed_skips[b]) if count else raw_skip)
+    device = table.raw_skips.device
+    only = block_table([[] for _ in tokens], pages, tokens, str(device))
+    return replace(only, raw_skips=torch.tensor(skips, dtype=torch.int32, device=device))
+
+
+def _without_padding(table: BlockTable, case: Case) -> BlockTable:
+    """The table with -1 where no page is listed."""
+    for pages, counts in (
+        (table.packed_pages, table.packed_counts),
+        (table.raw_pages, (table.raw_tokens + case.raw_page_tokens - 1) // case.raw_page_tokens),
+    ):
+        column = torch.arange(pages.shape[1], device=pages.device)
+        pages[column[None, :] >= counts[:, None]] = -1
+    return table
+
+
+def make(case: Case, device: str) -> tuple[torch.Tensor, PagedKv, PagedKv]:
+    """Queries, the case's pages in `fixed4`, and the same tokens in the same order as raw pages only."""
+    drawn = draw(case, device)
+    kv, raw, _ = pack_fixed4(drawn)
+    return drawn.q, kv, raw
+
+
+def pack_fixed4(drawn: Drawn) -> tuple[PagedKv, PagedKv, int]:
+    """The pages in `fixed4`, the same tokens as raw pages only, and how many exceptions the packed ones list.
+
+    Blocks whose exceptions do not fit their list are raw in both.
+    """
+    case, listed = drawn.case, drawn.listed()
+    device = drawn.q.device
+    shape = (len(listed) + 2, case.kv_heads, slot_bytes(case.block_tokens, case.head_dim))
+    packed_k, packed_v = (torch.full(shape, POISON, dtype=torch.uint8, device=device)[1:-1] for _ in "kv")
+    places = torch.arange(len(listed), dtype=torch.int32, device=device)
+    counts_k = pack(drawn.raw_k, listed, packed_k, places, "k", case.block_tokens)
+    counts_v = pack(drawn.raw_v, listed, packed_v, places, "v", case.block_tokens)
+    most = torch.maximum(counts_k, counts_v)
+    full = most.amax(1).gt(exception_capacity(case.head_dim)).tolist() if len(listed) else []
+    table, only_raw = tables(drawn, full)
+    used = [table.packed_pages[b, : int(table.packed_counts[b])] for b in range(table.batch)]
+    exceptions = int((counts_k + counts_v)[torch.cat(used).long()].sum())
+    kv = PagedKv(packed_k, packed_v, drawn.raw_k, drawn.raw_v, table, case.block_tokens)
+    return kv, kv.with_table(only_raw), exceptions
+
+
+def pack_gaac(drawn: Drawn) -> tuple[GaacKv, GaacKv]:
+    """The pages in `gaac`, encoded by the codec, and the same tokens as raw pages only."""
+    case = drawn.case
+    device = str(drawn.q.device)
+    table, only_raw = tables(drawn, [False] * len(drawn.block_pages))
+    k, v = drawn.patterns()
+    packed_k, windows_k = gaac_slots(k, case.block_tokens, device)
+    packed_v, windows_v = gaac_slots(v, case.block_tokens, device)
+    kv = GaacKv(packed_k, packed_v, drawn.raw_k, drawn.raw_v, table, case.block_tokens, windows_k, windows_v)
+    return kv, replace(kv, table=only_raw)
+
+
+def gaac_slots(
+    patterns: np.ndarray, block_tokens: int, device: str, windows: Windows | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of ``uint16 [kv_head, token, head_dim]`` in `gaac`, and the windows ``uint8 [2, kv_head, head_dim]``.
+
+    Slots ``uint8 [page, slot_bytes]`` are as large as the largest page, with one of poison before and after them.
+    Without windows, those of these tokens.
+    """
+    kv_heads, _, head_dim = patterns.shape
+    if windows is None:
+        no_values = patterns.shape[1] == 0  # then any window will do
+        windows = calibrate([np.zeros((kv_heads, 1, head_dim), np.uint16) if no_values else patterns])
+    packed = gaac.encode(patterns, windows, block_tokens)
+    slot = aligned(int(packed.page_bytes.max(initial=16)))
+    slots = np.full((packed.page_count + 2, slot), POISON, np.uint8)
+    for page, (start, end) in enumerate(zip(packed.page_starts[:-1], packed.page_starts[1:], strict=True)):
+        slots[page + 1, : end - start] = packed.pages[start:end]
+    bases = np.stack([windows.narrow_base, windows.wide_base])
+    return torch.from_numpy(slots).to(device)[1:-1], torch.from_numpy(bases).to(device)
+
+
+def raw_pages(drawn: Drawn) -> PagedKv:
+    """All tokens as raw pages, in the order of their positions."""
+    table, _ = tables(drawn, [True] * len(drawn.block_pages))
+    nothing = torch.empty((0, drawn.case.kv_heads, 0), dtype=torch.uint8, device=drawn.q.device)
+    return PagedKv(nothing, nothing, drawn.raw_k, drawn.raw_v, table, drawn.case.block_tokens)
+
+
+def cast_drawn(drawn: Drawn, kind: Fp8) -> tuple[PagedKv, tuple[float, float]]:
+    """All tokens as FP8 pages, cast by the codec's table, and the scales of K and V."""
+    kv = raw_pages(drawn)
+    pools, scales = [], []
+    for pool in (drawn.raw_k, drawn.raw_v):
+        scales.append(fp8.amax_scale(pool.view(torch.int16).cpu().numpy().view(np.uint16), kind))
+        pools.append(cast(pool, kind, scales[-1]))
+    by_channel = pools[1].transpose(2, 3).contiguous()
+    return replace(kv, raw_k=pools[0], raw_v=by_channel), (scales[0], scales[1])
+
+
+def cast(values: torch.Tensor, kind: Fp8, scale: float) -> torch.Tensor:
+    """BF16 values in FP8, of the same shape: the codec's cast."""
+    table = torch.from_numpy(fp8.cast_table(kind, scale)).to(values.device)
+    return table[values.view(torch.int16).int() & 0xFFFF].view(FP8_DTYPES[kind.name])
 
 
 def uniform_table(batch: int, blocks: int, device: str) -> BlockTable:

@@ -33,7 +33,7 @@ def attend(
     """``softmax(q k^T * scale) v`` per sequence, in ``dtype``: ``[batch, q_heads, head_dim]``.
 
     q is ``[batch, q_heads, head_dim]``, keys and values per sequence ``[kv_head, token, head_dim]``; with a window
-    only the last that many tokens count. Raises ValueError when shapes do not fit or a sequence is empty.
+    only the last that many tokens count. Raises ValueError when shapes do not fit.
     """
     batch, q_heads, head_dim = q.shape
     if len(keys) != batch or len(values) != batch:
@@ -41,10 +41,10 @@ def attend(
     out = []
     for b in range(batch):
         k, v = keys[b].to(dtype), values[b].to(dtype)
-        kv_heads, tokens, _ = k.shape
-        if k.shape != v.shape or k.shape[2] != head_dim or q_heads % kv_heads or tokens < 1:
+        kv_heads = k.shape[0]
+        if k.shape != v.shape or k.shape[2] != head_dim or q_heads % kv_heads:
             raise ValueError(
-                f"sequence {b}: K and V must be [kv_head, token, {head_dim}] with at least one token and kv_heads "
+                f"sequence {b}: K and V must be [kv_head, token, {head_dim}] with kv_heads "
                 f"that divide {q_heads}, got {list(k.shape)} and {list(v.shape)}"
             )
         if window is not None:
@@ -69,6 +69,19 @@ def attend_packed(
     return attend(q.cpu(), decoded[0], decoded[1], scale, window, dtype)
 
 
+def raw_tokens(kv: PagedKv, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the raw pages of one sequence, ``[kv_head, token, head_dim]``; skipped tokens are left out."""
+    table = kv.table
+    tokens = int(table.raw_tokens[sequence])
+    pages = table.raw_pages[sequence, : -(-tokens // kv.raw_page_tokens)].long()
+    first = int(table.raw_skips[sequence])
+    k, v = (
+        pool[pages].transpose(0, 1).reshape(kv.kv_heads, -1, kv.head_dim)[:, first:tokens]
+        for pool in (kv.raw_k, kv.raw_v)
+    )
+    return k, v
+
+
 def dense(kv: PagedKv, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence as ``bfloat16 [kv_head, token, head_dim]``, its `fixed4` pages decoded by the codec.
 
@@ -76,19 +89,11 @@ def dense(kv: PagedKv, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     table = kv.table
     packed = table.packed_pages[sequence, : int(table.packed_counts[sequence])].long()
-    raw_tokens = int(table.raw_tokens[sequence])
-    raw = table.raw_pages[sequence, : -(-raw_tokens // kv.raw_page_tokens)].long()
     sides = []
-    pools: tuple[tuple[Kind, torch.Tensor, torch.Tensor], ...] = (
-        ("k", kv.packed_k, kv.raw_k),
-        ("v", kv.packed_v, kv.raw_v),
-    )
-    for kind, records, raw_pool in pools:
+    kinds: tuple[Kind, ...] = ("k", "v")
+    for kind, records, raw in zip(kinds, (kv.packed_k, kv.packed_v), raw_tokens(kv, sequence), strict=True):
         blocks = decode_records(records[packed], kind, kv.block_tokens, kv.head_dim)
-        tail = raw_pool[raw].cpu().transpose(0, 1).reshape(kv.kv_heads, -1, kv.head_dim)[:, :raw_tokens]
-        blocks = blocks[:, int(table.packed_skips[sequence]) :]
-        tail = tail[:, int(table.raw_skips[sequence]) :]
-        sides.append(torch.cat([blocks, tail], dim=1))
+        sides.append(torch.cat([blocks[:, int(table.packed_skips[sequence]) :], raw.cpu()], dim=1))
     return sides[0], sides[1]
 
 

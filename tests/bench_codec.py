@@ -30,7 +30,7 @@ from kvfold.codec.windows import Windows, calibrate, rotate_keys
 
 RUNS = 7
 BLOCK_TOKENS = 64
-OTHER_ORDERS = ("gaac:axis=token", "fixed4:kind=v")
+OTHER_ORDERS = ("gaac:axis=token", "fixed4:kind=v", "fixed3:kind=v")
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_every_format_is_measured_beside_its_bound(arrays):
         assert report["encoded_ratio"] <= report["entropy_bound_ratio"]
         assert 0.95 * lossy < report["worst_block"]["ratio"] <= report["encoded_ratio"]
         assert (report["ratio_to_fp8"] is not None) == is_fp8
-        has_lists = name.startswith(("esc", "tag"))
+        has_lists = name.startswith(("fixed3", "esc", "tag"))
         assert (report["pooled_saving"] is not None) == has_lists
         if has_lists:
             assert 0 < report["pooled_saving"] < 1 - 1 / report["encoded_ratio"]

@@ -19,6 +19,7 @@ PLAIN = {
     "gaac": reference.decode_gaac,
     "gaac-2bit": reference.decode_gaac,
     "fixed4": reference.decode_fixed4,
+    "fixed3": reference.decode_fixed3,
     "esc3": lambda packed: reference.decode_escape(packed, 3),
     "esc2-2": lambda packed: reference.decode_escape(packed, 2),
     "tag8": lambda packed: reference.decode_tags(packed, 8),
@@ -191,7 +192,7 @@ def test_one_outlier_per_group_in_every_lane():
             assert_same_bits(patterns, kv_format.decode(kv_format.encode(patterns, windows, 64)))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("bf16", "fixed4")])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("bf16", "fixed4", "fixed3")])
 def test_windows_of_another_shape_or_none_are_refused(name):
     rng = np.random.default_rng(1)
     patterns = contents("normal", (2, 64, 16), rng)
@@ -238,12 +239,14 @@ def test_parameters_of_gaac(name, axis, group):
         assert np.array_equal(packed.pages, FORMATS[name].encode(patterns, windows, 32).pages)
 
 
-def test_parameters_of_fixed4():
+@pytest.mark.parametrize("name", ["fixed4", "fixed3"])
+def test_parameters_of_formats_with_kinds(name):
     patterns = contents("normal", (2, 64, 32), np.random.default_rng(3))
-    v = with_parameters("fixed4:kind=v").encode(patterns, windows_for(2, 32, np.random.default_rng(1)), 64)
+    v = with_parameters(f"{name}:kind=v").encode(patterns, windows_for(2, 32, np.random.default_rng(1)), 64)
     assert v.axis == "token"
-    assert not np.array_equal(v.pages, FORMATS["fixed4"].encode(patterns, v.windows, 64).pages)
-    assert with_parameters("fixed4") is FORMATS["fixed4"]
+    assert not np.array_equal(v.pages, FORMATS[name].encode(patterns, v.windows, 64).pages)
+    assert_same_bits(patterns, FORMATS[name].decode(v))
+    assert with_parameters(name) is FORMATS[name]
 
 
 @pytest.mark.parametrize(

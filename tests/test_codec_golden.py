@@ -12,7 +12,7 @@ from kvfold.codec.cases import CONTENTS
 from kvfold.codec.golden import OTHER_AXIS, encoder_of, golden_bytes, golden_names, write_missing
 from kvfold.codec.header import VERSION
 from kvfold.codec.names import cast_of, find_format, find_fp8
-from kvfold.codec.reference import decode_escape, decode_fixed4, decode_gaac, decode_tags
+from kvfold.codec.reference import decode_escape, decode_fixed3, decode_fixed4, decode_gaac, decode_tags
 
 FOLDER = Path(__file__).parent / "golden"
 FILES = sorted(FOLDER.glob("*.bin"))
@@ -20,6 +20,7 @@ PLAIN_DECODERS = {
     "gaac": decode_gaac,
     "gaac-2bit": decode_gaac,
     "fixed4": decode_fixed4,
+    "fixed3": decode_fixed3,
     "esc3": partial(decode_escape, code_bits=3),
     "esc2-2": partial(decode_escape, code_bits=2),
     "tag8": partial(decode_tags, group=8),

@@ -21,7 +21,8 @@ from kvfold.codec.residence import (
 from kvfold.codec.verify import find_mismatches
 from kvfold.codec.windows import calibrate
 
-LISTED = [name for name, kv_format in FORMATS.items() if kv_format.main_bytes is not None]
+# `fixed3` has words of 32 tokens, so that blocks of 16 are smaller raw; test_codec_fixed3.py stores its pages.
+LISTED = [name for name, kv_format in FORMATS.items() if kv_format.main_bytes and name != "fixed3"]
 
 
 def array_of(name: str, kind: str, tokens: int, seed: int):

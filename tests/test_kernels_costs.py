@@ -7,8 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvfold.analysis.cmd_kernels import OPS, app
-from kvfold.kernels.bench import COLUMNS, KV_HEADS, MOST_KV_BYTES, POINTS, TOKEN_BYTES
+from kvfold.analysis.cmd_kernels import FORMATS, OPS, app
+from kvfold.kernels import bench
+from kvfold.kernels.bench import MOST_KV_BYTES, POINTS
+from kvfold.kernels.bench_pages import KV_HEADS, TOKEN_BYTES
+from kvfold.kernels.fuzz import VARIANTS
+from kvfold.kernels.gate import CHECKS
+from kvfold.kernels.timing import COLUMNS
 
 with (resources.files("kvfold.kernels") / "data" / "costs_h200.csv").open() as file:
     ROWS = list(csv.DictReader(file))
@@ -32,11 +37,27 @@ def test_columns_and_provenance():
             assert 0 < float(row["p10_us"]) <= float(row["median_us"]) <= float(row["p90_us"])
 
 
-def test_every_point_of_the_grid_has_both_formats_and_a_peer():
+def test_every_point_of_the_grid_has_every_format_and_a_peer():
+    # A way to attend that is not tuned has a parameter behind its format, and need not be everywhere.
+    names = {row["format"] for row in ROWS if row["op"] == "attend" and ":" not in row["format"]}
+    assert names >= {"bf16", "fixed4"}
     for batch, context in POINTS:
         if batch * context * TOKEN_BYTES <= MOST_KV_BYTES:
             assert len(times("bf16", batch, context)) >= 2
-            assert len(times("fixed4", batch, context)) == 1
+            assert all(times(name, batch, context) for name in names)
+
+
+def test_products_with_packed_weights_stand_beside_those_of_bf16():
+    points = {
+        kind: {
+            (row["in_features"], row["out_features"], row["tokens"])
+            for row in ROWS
+            if row["op"] == "linear" and row["weights"] == kind
+        }
+        for kind in ("bf16", "w4a16")
+    }
+    assert points["bf16"]
+    assert points["w4a16"] in (set(), points["bf16"])
 
 
 def test_packed_is_never_slower_than_the_best_bf16_from_64_mb_on():
@@ -60,6 +81,11 @@ def test_without_a_gpu_one_line_and_exit_2(command):
     assert result.exit_code == 2
     assert len(result.output.splitlines()) == 1
     assert "need an NVIDIA GPU" in result.output
+
+
+def test_every_format_of_the_kernels_can_be_asked_for():
+    assert set(FORMATS) == set(bench.FORMATS)
+    assert {check for variant in VARIANTS for check in variant.checks} == set(CHECKS)
 
 
 def test_unknown_names_are_refused():

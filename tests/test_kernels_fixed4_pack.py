@@ -9,7 +9,7 @@ import torch
 
 from kvfold.codec import fixed4 as codec
 from kvfold.codec.cases import contents
-from kvfold.kernels.fixed4_pack import pack, slot_bytes
+from kvfold.kernels.fixed4_pack import MOST_K_BASE, MOST_V_BASE, pack, slot_bytes
 from kvfold.kernels.fixed4_unpack import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,6 +120,22 @@ def test_exceptions_past_the_list_are_counted():
     places = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     counts = pack(pool, order.view(1, -1).to(DEVICE), records, places, "k", 64)
     assert int(counts) >= 40 > codec.exception_capacity(64)
+
+
+@pytest.mark.parametrize(("kind", "power"), [("k", 48), ("k", 49), ("v", 15), ("v", 16)])
+def test_blocks_that_no_query_or_sum_can_be_scaled_for_stay_raw(kind, power):
+    patterns = patterns_of("tame", (1, 64, 64))
+    patterns[0, :, 3] = power + 127 << 7
+    check_packer(pack, kind, patterns, 64, 16)
+    pool, order = pages_of(patterns, 16)
+    records = torch.zeros((1, 1, slot_bytes(64, 64)), dtype=torch.uint8, device=DEVICE)
+    places = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    count = int(pack(pool, order.view(1, -1).to(DEVICE), records, places, kind, 64))
+    assert (count > codec.exception_capacity(64)) == (power in (49, 16))
+    # The scale of the last base that is packed times a large query is finite in BF16, whose end is 2 ** 128, and
+    # so is the largest step from one base of V to another.
+    assert 2.0 ** (MOST_K_BASE.value - 64) * 2.0**31 < 2.0**128
+    assert 2.0**MOST_V_BASE.value < 2.0**128
 
 
 def test_slots_start_on_cache_lines():

@@ -26,6 +26,11 @@ def takes_pages_in_memory_order(q, kv, scale, splits, out):
     return bf16.attend(q, kv, scale, splits, out)
 
 
+def reads_one_token_past_the_end(q, kv, scale, splits, out):
+    kv.table.raw_tokens.add_(1)
+    return bf16.attend(q, kv, scale, splits, out)
+
+
 def gives_every_head_the_first(q, kv, scale, splits, out):
     bf16.attend(q, kv, scale, splits, out)
     out.copy_(out[:, :1].expand_as(out).clone())
@@ -41,6 +46,7 @@ KERNELS = (
     forgets_the_tail,
     ignores_the_window,
     takes_pages_in_memory_order,
+    reads_one_token_past_the_end,
     gives_every_head_the_first,
     scales_twice,
 )
