@@ -20,6 +20,7 @@ from kvfold.analysis import (
     cmd_replay,
     cmd_step,
     cmd_traces,
+    cmd_validate,
 )
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command("replay")(cmd_replay.replay)
 app.command("step")(cmd_step.step)
 app.command("mem")(cmd_mem.mem)
 app.command("list")(cmd_list.list_)
+app.command("validate")(cmd_validate.validate)
 app.add_typer(cmd_traces.app, name="traces")
 app.add_typer(cmd_codec.app, name="codec")
 app.add_typer(cmd_kernels.app, name="kernels")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvfold.analysis import options
+from kvfold.analysis.trace_input import LogFormat, read
 
 
 def plan(
@@ -28,6 +29,7 @@ def plan(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     retention: options.Retention = "lru",
     no_prefix_caching: options.NoPrefixCaching = False,
+    trace_format: LogFormat = None,
     keep_ticks: options.KeepTicks = False,
     seeds: Annotated[
         int, typer.Option(min=1, help="Searches for the highest load, each with other sessions meeting.")
@@ -50,7 +52,6 @@ def plan(
     from kvfold.analysis.terminal import print_plan
     from kvfold.sim.retention import parse_retention
     from kvfold.sim.scheduler import Limits
-    from kvfold.traces.load import load
     from kvfold.traces.stats import inspect
     from kvfold.traces.transform import has_coarse_clock, spread_ticks
 
@@ -71,7 +72,7 @@ def plan(
     for each in sizes:
         deployment.budget(each)  # does not fit: say so before a long trace is read
     objective = parse_slo(slo)
-    source = load(trace)
+    source = read(trace, trace_format)
     changes = []
     if not keep_ticks and has_coarse_clock(source):
         source, change = spread_ticks(source, seed)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvfold.analysis import options
+from kvfold.analysis.trace_input import LogFormat, read
 
 if TYPE_CHECKING:
     from kvfold.sim.run import Run
@@ -37,6 +38,12 @@ def replay(
     queue_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Give up on calls that wait so long; else never.")
     ] = None,
+    max_preemptions: Annotated[
+        int | None, typer.Option(help="Give up on calls that are preempted more often; else never.")
+    ] = None,
+    worst_case_admission: Annotated[
+        bool, typer.Option("--worst-case-admission", help="Admit calls only if they would fit uncompressed.")
+    ] = False,
     retention: options.Retention = "lru",
     no_prefix_caching: options.NoPrefixCaching = False,
     replicas: Annotated[int, typer.Option(help="Equal replicas, each with its own KV pool.")] = 1,
@@ -48,6 +55,7 @@ def replay(
     stepwise: Annotated[
         bool, typer.Option("--stepwise", help="One event per engine step; the same records, slower.")
     ] = False,
+    trace_format: LogFormat = None,
     keep_ticks: options.KeepTicks = False,
     seed: options.Seed = 0,
     strict_costs: options.StrictCosts = False,
@@ -62,13 +70,13 @@ def replay(
     """
     from kvfold.analysis.deployment import deploy, format_sizes
     from kvfold.analysis.metrics import metrics, per_replica
-    from kvfold.analysis.out import emit_json
+    from kvfold.analysis.out import emit_json, plain
+    from kvfold.analysis.scarce import scarcity
     from kvfold.analysis.slo import describe, parse_slo
     from kvfold.sim.retention import parse_retention
     from kvfold.sim.scenario import Scenario, run
     from kvfold.sim.scheduler import Limits
     from kvfold.sim.sessions import Load
-    from kvfold.traces.load import load
     from kvfold.traces.transform import has_coarse_clock, spread_ticks
 
     deployment = deploy(
@@ -84,7 +92,7 @@ def replay(
         strict_costs=strict_costs,
     )
     objective, sizes = parse_slo(slo), format_sizes(format_name)
-    source = load(trace)
+    source = read(trace, trace_format)
     changes = []
     if not keep_ticks and has_coarse_clock(source):
         source, change = spread_ticks(source, seed)
@@ -95,12 +103,23 @@ def replay(
         budget=deployment.budget(sizes),
         max_context_tokens=deployment.max_context_tokens,
         load=Load(live_sessions=concurrency, rate_scale=rate_scale, open_loop=open_loop),
-        limits=Limits(max_num_seqs, max_num_batched_tokens, scheduler, preemption, max_queue, queue_timeout),
+        limits=Limits(
+            max_num_seqs,
+            max_num_batched_tokens,
+            scheduler,
+            preemption,
+            max_queue,
+            queue_timeout,
+            max_preemptions,
+            worst_case_admission,
+        ),
         retention=parse_retention(retention),
         prefix_caching=not no_prefix_caching,
         replicas=replicas,
         router=router,
         stepwise=stepwise,
+        seed=seed,
+        power=deployment.power(),
     )
     result = run(scenario)
     found: dict[str, Any] = metrics(result, objective)
@@ -122,6 +141,8 @@ def replay(
         "preemption": preemption,
         "max_queue": max_queue,
         "queue_timeout_s": queue_timeout,
+        "max_preemptions": max_preemptions,
+        "worst_case_admission": worst_case_admission,
         "retention": retention,
         "prefix_caching": not no_prefix_caching,
         "replicas": replicas,
@@ -131,6 +152,8 @@ def replay(
         "trace_sha256": source.meta.sha256,
         "trace_drops": source.meta.drops,
     }
+    found["fail_reasons"] = result.fail_reasons
+    found["scarce"] = plain(scarcity(result, max_num_seqs, replicas, found["makespan_s"] or 0.0))
     found["replicas"] = per_replica(result)
     found["notes"] = [*changes, *source.meta.warnings, *result.notes]
     found["cost_origin"] = "modelled"
@@ -155,8 +178,13 @@ def _print(found: dict[str, Any]) -> None:
         mode = f"{config['live_sessions']:,} live sessions"
     say(f"{mode}, rate x {config['rate_scale']:g}; costs {found['cost_origin']}; SLO {config['slo']}")
     say(", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items()))
-    for reason, count in found["reject_reasons"].items():
-        say(f"  rejected, {reason.replace('_', ' ')}: {count:,}")
+    for fate, reasons in (
+        ("dropped on reading", config["trace_drops"]),
+        ("rejected", found["reject_reasons"]),
+        ("failed", found["fail_reasons"]),
+    ):
+        for reason, count in reasons.items():
+            say(f"  {fate}, {reason.replace('_', ' ')}: {count:,}")
     names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E latency", "queue_s": "queue"}
     columns = ("mean", "p50", "p90", "p95", "p99")
     print_table(
@@ -182,6 +210,9 @@ def _print(found: dict[str, Any]) -> None:
         f"pool), prefix hits {_percent(kv['prefix_hit_token_share'])} of prompt tokens, "
         f"{found['preemptions']:,} preemptions"
     )
+    if kv["forced_releases"]:
+        say(f"KV held for waiting sessions was given up {kv['forced_releases']:,} times for lack of room")
+    say(found["scarce"]["text"])
     sessions = found["sessions"]
     if sessions["count"]:
         task = sessions["task_completion_s"]
@@ -191,9 +222,15 @@ def _print(found: dict[str, Any]) -> None:
             f"in all {_number(sessions['llm_s'])} s in calls, {_number(sessions['tool_wait_s'])} s in tools, "
             f"{_number(sessions['human_wait_s'])} s at people"
         )
-    energy = found["energy_j_per_output_token"]
-    if energy is not None:
-        say(f"energy {energy:.3g} J per output token ({found['energy']['origin']}, idle power included)")
+    energy = found["energy"]
+    if found["energy_j_per_output_token"] is not None:
+        per_task = "" if energy["j_per_task"] is None else f", {_number(energy['j_per_task'])} J per session"
+        measured = f"attention {_percent(energy['attention_share'])} with measured watts, the rest "
+        say(
+            f"energy {found['energy_j_per_output_token']:.3g} J per output token{per_task}; idle "
+            f"{_percent(energy['idle_share'])} of it; {measured if energy['attention_share'] else ''}"
+            f"{energy['origin']}"
+        )
     for note in found["notes"]:
         say(f"note: {note}")
 

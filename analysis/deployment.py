@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
+from pathlib import Path
 
 from kvfold.codec.sizes import FormatSizes, load_sizes
 from kvfold.sim.costs import CostTable, load_costs
@@ -12,6 +15,7 @@ from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import GpuSpec, load_gpu
 from kvfold.sim.memory import MemoryBudget, kv_budget
 from kvfold.sim.model import ModelSpec, load_model
+from kvfold.sim.power import Power, power_of
 from kvfold.sim.step import StepCost, step_cost
 
 
@@ -44,6 +48,11 @@ class Deployment:
             num_gpu_blocks=self.num_gpu_blocks,
             max_num_seqs=self.max_num_seqs,
         )
+
+    def power(self) -> Power:
+        """What the GPU draws, measured where its cost table has joules."""
+        with _cost_file(self.gpu.name) as path:
+            return power_of(self.gpu, path)
 
     def cost(self, sizes: FormatSizes) -> StepCost:
         return step_cost(self.model, self.gpu, sizes, self.weights, self.tp, self.costs, self.strict_costs)
@@ -92,11 +101,18 @@ def deploy(
 
 def cost_table(gpu_name: str) -> CostTable | None:
     """The measured costs that come with the program for this GPU, None where it was not measured."""
+    with _cost_file(gpu_name) as path:
+        return load_costs(path) if path is not None else None
+
+
+@contextmanager
+def _cost_file(gpu_name: str) -> Iterator[Path | None]:
     file = resources.files("kvfold.kernels").joinpath(f"data/costs_{gpu_name}.csv")
     if not file.is_file():
-        return None
+        yield None
+        return
     with resources.as_file(file) as path:
-        return load_costs(path)
+        yield path
 
 
 def format_sizes(name: str) -> FormatSizes:

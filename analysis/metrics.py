@@ -250,6 +250,7 @@ def metrics(run: Run, slo: Slo) -> dict[str, Any]:
     offered, passed = len(done), int(good(slo, calls).sum())
     output = int(calls.output_tokens[done].sum())
     span_s = makespan_s(calls)
+    whole = sessions(calls, times)
     outcome = np.bincount(calls.outcome, minlength=len(OUTCOMES))
     return plain(
         {
@@ -271,12 +272,25 @@ def metrics(run: Run, slo: Slo) -> dict[str, Any]:
             "slo_attainment": passed / offered if offered else None,
             "preemptions": int(calls.preemptions.sum()),
             "kv": run.kv,
-            "sessions": sessions(calls, times),
+            "sessions": whole,
             "energy_j_per_output_token": run.energy_j / output if output else None,
-            "energy": {"total_j": run.energy_j, "idle_j": run.idle_energy_j, "origin": run.energy_origin},
+            "energy": _energy(run, whole),
             "reject_reasons": run.reject_reasons,
         }
     )
+
+
+def _energy(run: Run, whole: dict[str, Any]) -> dict[str, Any]:
+    """Totals and shares of the energy; per task it is all energy over the sessions that completed."""
+    known = run.energy_j > 0
+    return {
+        "total_j": run.energy_j,
+        "idle_j": run.idle_energy_j,
+        "idle_share": run.idle_energy_j / run.energy_j if known else None,
+        "attention_share": run.attention_energy_j / run.energy_j if known else None,
+        "j_per_task": run.energy_j / whole["completed"] if whole["completed"] else None,
+        "origin": run.energy_origin,
+    }
 
 
 def per_replica(run: Run) -> list[dict[str, Any]]:

@@ -118,7 +118,14 @@ Retention = Annotated[
 NoPrefixCaching = Annotated[
     bool, typer.Option("--no-prefix-caching", help="No call finds the KV of an earlier one.")
 ]
-Scheduler = Annotated[str, typer.Option("--scheduler", help="Order of the queue: fcfs or sessions-first.")]
+Scheduler = Annotated[
+    str,
+    typer.Option(
+        "--scheduler",
+        metavar="ORDER",
+        help="Who goes first and is preempted last: fcfs, sessions-first, or tenants:A,B (then all others).",
+    ),
+]
 Preemption = Annotated[
     str, typer.Option("--preemption", help="Preempted sequences: recompute, or swap to host memory.")
 ]

@@ -210,7 +210,9 @@ def _step(question: Question, answers: Answers) -> dict[str, Any]:
     total = max(1, int(steps.sum()))
     sequences = float((steps * stretches.decode_seqs).sum()) / total
     batch = max(1, round(sequences))
-    context = max(1, round(float((steps * stretches.kv_tokens).sum()) / total / max(sequences, 1.0)))
+    # each sequence has one token more in every further step of a stretch
+    kv_tokens = stretches.kv_tokens + stretches.decode_seqs * (stretches.steps - 1) / 2
+    context = max(1, round(float((steps * kv_tokens).sum()) / total / max(sequences, 1.0)))
     return {
         "batch": batch,
         "context_tokens": context,
@@ -287,7 +289,7 @@ def _limits(question: Question) -> list[str]:
         if costs is None
         else f"attention of {', '.join(costs.attend)} and linear layers in {', '.join(costs.linear)} come from "
         f"{costs.source}; every other term is {modelled}",
-        "block sizes of a packed format are means of measured blocks, not drawn block by block",
+        "blocks take their slot, or in formats with lists sizes drawn from the measured ones, by --seed",
         "KV of generated tokens is shared with a later call only as far as the trace's own hashes say so",
         "differences below a few percent are finer than the cost model; compare signs and orders",
     ]

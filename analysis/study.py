@@ -161,6 +161,8 @@ def _scenario(question: Question, sizes: FormatSizes) -> Scenario:
         limits=question.limits,
         retention=question.retention,
         prefix_caching=question.prefix_caching,
+        seed=question.seed,
+        power=question.deployment.power(),
     )
 
 

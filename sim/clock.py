@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf
-from typing import cast
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, cast
 
 import simpy
 from simpy.core import EventPriority
@@ -14,14 +15,23 @@ class Clock(simpy.Environment):
 
     _now: int
 
-    @property
-    def now_fs(self) -> int:
-        return self._now
+    now_fs = property(attrgetter("_now"))  # looked up several times in every step
+
+    def call_in(self, delay_fs: int, callback: Callable[[Any], None], value: Any) -> None:
+        """Call back with an event of this value when the delay is over."""
+        simpy.Timeout(self, delay_fs, value).callbacks.append(callback)
 
     def next_event_fs(self) -> int | None:
         """Femtoseconds until the next event, None if there is none."""
-        at = self.peek()
-        return None if at == inf else cast(int, at) - self._now
+        return cast(int, self._queue[0][0]) - self._now if self._queue else None
+
+    def leap(self, delay_fs: int) -> bool:
+        """Let the time pass at once where nothing else happens in it or at its end; whether it did."""
+        until = self._now + delay_fs
+        if self._queue and self._queue[0][0] <= until:
+            return False
+        self._now = until
+        return True
 
 
 #: After SimPy's own urgent (0) and normal (1) events of the same instant.

@@ -1,8 +1,9 @@
 """Measured kernel times of one device, from a cost table: CSV, one row per measured point.
 
 Decode attention is linear in the total KV tokens of a batch, so between measured points it is interpolated
-linearly in them, never in logarithms; between measured batches linearly in the batch. Outside the grid the nearest
-line goes on, and says `extrapolated`. Only `median_us` of burst rows is used.
+linearly in them, never in logarithms; between measured batches linearly in the batch. Prefill attention follows
+query-key pairs, at a rate that depends on the tokens of the chunk. Outside the grid the nearest line goes on, and
+says `extrapolated`. Only `median_us` of burst rows is used.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.run import FS_PER_S
 
 _FS_PER_US = FS_PER_S // 10**6
+_BURST = ("", "0", "false", "False")  # column `sustained` of rows that were not run back to back
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +132,37 @@ class LinearTable:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillTable:
+    """Prefill attention of one layer: femtoseconds per query-key pair of all its heads, by tokens of the chunk.
+
+    `causal`: pairs within the chunk, tokens (tokens + 1) / 2; `dense`: pairs with its history, tokens x history.
+    """
+
+    q_heads: int
+    head_dim: int
+    causal: tuple[tuple[int, ...], tuple[float, ...]]
+    dense: tuple[tuple[int, ...], tuple[float, ...]]
+
+    def pair_fs(self, tokens: int, with_history: bool) -> tuple[float, str]:
+        """Linear between measured chunks, constant beyond them; and its origin."""
+        xs, ys = self.dense if with_history and self.dense[0] else self.causal
+        if not xs[0] <= tokens <= xs[-1]:
+            return ys[0] if tokens < xs[0] else ys[-1], "extrapolated"
+        index = min(max(bisect_left(xs, tokens), 1), len(xs) - 1)
+        if len(xs) == 1:
+            return ys[0], "interpolated"
+        weight = (tokens - xs[index - 1]) / (xs[index] - xs[index - 1])
+        return (1 - weight) * ys[index - 1] + weight * ys[index], "interpolated"
+
+
+@dataclass(frozen=True, slots=True)
 class CostTable:
     """All that was measured on one device. `attend` by format, `linear` by weight format."""
 
     source: str
     attend: dict[str, AttendTable] = field(default_factory=dict)
     linear: dict[str, LinearTable] = field(default_factory=dict)
+    prefill: PrefillTable | None = None
 
 
 def load_costs(path: Path) -> CostTable:
@@ -144,18 +172,24 @@ def load_costs(path: Path) -> CostTable:
     """
     attend: dict[tuple[str, int, int, int], dict[int, dict[int, tuple[float, str]]]] = {}
     linear: dict[str, dict[int, dict[int, float]]] = {}
+    prefill: dict[tuple[int, int], dict[tuple[int, int], float]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(line for line in file if not line.startswith("#"))
         for row in reader:
             try:
-                if row["op"] == "attend" and row["sustained"] in ("", "0", "false", "False"):
+                if row["op"] == "attend" and row["sustained"] in _BURST:
                     _add_attend(attend, row)
-                elif row["op"] == "linear" and row["sustained"] in ("", "0", "false", "False"):
+                elif row["op"] == "linear" and row["sustained"] in _BURST:
                     _add_linear(linear, row)
+                elif row["op"] == "prefill" and row["format"] == "bf16" and row["sustained"] in _BURST:
+                    _add_prefill(prefill, row)
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path}:{reader.line_num}: not a row of a cost table: {error}") from None
     return CostTable(
-        path.name, _attend_tables(attend), {name: _linear(points) for name, points in linear.items()}
+        path.name,
+        attend_tables(attend),
+        {name: linear_table(points) for name, points in linear.items()},
+        prefill_table(prefill),
     )
 
 
@@ -185,7 +219,35 @@ def _add_linear(linear: dict[str, dict[int, dict[int, float]]], row: dict[str, s
     points[weight_bytes] = min(time_us, points.get(weight_bytes, time_us))
 
 
-def _attend_tables(
+def _add_prefill(prefill: dict[tuple[int, int], dict[tuple[int, int], float]], row: dict[str, str]) -> None:
+    """A row whose context is its tokens is causal, any other one dense over a history of that length."""
+    points = prefill.setdefault((int(row["q_heads"]), int(row["head_dim"])), {})
+    tokens, context = int(row["tokens"]), int(row["context_tokens"])
+    key = (tokens, 0 if context == tokens else context)
+    time_us = _positive(row["median_us"])
+    points[key] = min(time_us, points.get(key, time_us))
+
+
+def prefill_table(prefill: dict[tuple[int, int], dict[tuple[int, int], float]]) -> PrefillTable | None:
+    """From (q_heads, head_dim) -> (tokens, history) -> us; history 0 is causal. None where no causal row is."""
+    shapes = [shape for shape in prefill if any(history == 0 for _, history in prefill[shape])]
+    if not shapes:
+        return None
+    shape = max(shapes, key=lambda each: len(prefill[each]))
+    causal: dict[int, list[float]] = {}
+    dense: dict[int, list[float]] = {}
+    for (tokens, history), time_us in prefill[shape].items():
+        pairs = tokens * history if history else tokens * (tokens + 1) // 2
+        (dense if history else causal).setdefault(tokens, []).append(time_us * _FS_PER_US / pairs)
+    return PrefillTable(*shape, _by_tokens(causal), _by_tokens(dense))
+
+
+def _by_tokens(rates: dict[int, list[float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    ordered = sorted(rates)
+    return tuple(ordered), tuple(median(rates[tokens]) for tokens in ordered)
+
+
+def attend_tables(
     attend: dict[tuple[str, int, int, int], dict[int, dict[int, tuple[float, str]]]],
 ) -> dict[str, AttendTable]:
     """Of several head shapes of a format, the one with the most points."""
@@ -209,7 +271,8 @@ def _attend_tables(
     return tables
 
 
-def _linear(points: dict[int, dict[int, float]]) -> LinearTable:
+def linear_table(points: dict[int, dict[int, float]]) -> LinearTable:
+    """From tokens -> weight bytes -> us."""
     ordered = sorted(points)
     return LinearTable(
         tuple(ordered),

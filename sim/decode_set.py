@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvfold.sim.prefix import Node
+    from kvfold.sim.units import Units
 
 
 @dataclass(slots=True, eq=False)
@@ -22,11 +23,14 @@ class Sequence:
     """
 
     call: int
-    order: int  # admission number; the highest is preempted first
+    order: int  # admission number; the highest of the lowest priority is preempted first
+    rank: int  # number of its arrival
+    priority: int
     input_tokens: int
     output_tokens: int
     generated: int
     prompt_tokens: int
+    preemptions: int
     computed: int = 0  # prompt tokens in the pool
     node: Node | None = None  # pinned prefix
     pinned_units: int = 0
@@ -40,26 +44,38 @@ class Sequence:
 class DecodeSet:
     """Sums over decoding sequences. `kv_tokens` and `window_tokens` are what the next step attends to."""
 
-    unit_tokens: int
-    packed: bool
+    units: Units
     window: int
     step: int = 0  # decode steps done since the start of the run
     count: int = 0
     kv_tokens: int = 0
     window_tokens: int = 0
     growing_windows: int = 0
-    _unit_phase: list[int] = field(
-        default_factory=list
-    )  # [unit_tokens] sequences that take a unit at step % unit
+    # sequences that take a unit at step % unit: how many, and where units differ in size, which [unit_tokens]
+    _unit_phase: list[int] = field(default_factory=list)
+    _members: list[dict[Sequence, None]] = field(default_factory=list)
     _finish: list[tuple[int, int, Sequence]] = field(default_factory=list)
     _windows: list[tuple[int, int, Sequence]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._unit_phase = [0] * self.unit_tokens
+        self._unit_phase = [0] * self.units.tokens
+        if self.units.drawn:
+            self._members = [{} for _ in range(self.units.tokens)]
 
     def length(self, sequence: Sequence) -> int:
         """Tokens of a decoding sequence in the pool now."""
         return sequence.prompt_tokens + self.step - sequence.joined_step
+
+    def lengths(self) -> list[int]:
+        """Tokens that the next step attends to, of every sequence, longest first."""
+        return sorted(
+            (
+                self.length(sequence) + 1
+                for at_step, _, sequence in self._finish
+                if sequence.decoding and sequence.finish_step == at_step
+            ),
+            reverse=True,
+        )
 
     def join(self, sequence: Sequence) -> None:
         """Start decoding after the prompt, with at least one output token to go."""
@@ -68,7 +84,10 @@ class DecodeSet:
         sequence.joined_step = self.step
         sequence.finish_step = self.step + sequence.output_tokens - sequence.generated
         heappush(self._finish, (sequence.finish_step, sequence.order, sequence))
-        self._unit_phase[self._phase(sequence)] += 1
+        phase = self._phase(sequence)
+        self._unit_phase[phase] += 1
+        if self._members:
+            self._members[phase][sequence] = None
         self.count += 1
         self.kv_tokens += length + 1
         if self.window:
@@ -83,7 +102,10 @@ class DecodeSet:
         """Stop decoding: at the end of the output or by preemption."""
         length = self.length(sequence)
         sequence.generated += self.step - sequence.joined_step
-        self._unit_phase[self._phase(sequence)] -= 1
+        phase = self._phase(sequence)
+        self._unit_phase[phase] -= 1
+        if self._members:
+            del self._members[phase][sequence]
         sequence.decoding = False
         self.count -= 1
         self.kv_tokens -= length + 1
@@ -104,48 +126,71 @@ class DecodeSet:
 
     def steps_to_event(self) -> int:
         """Steps up to and including the next that ends an output or fills a window."""
-        while not self._is_current(self._finish[0]):
+        at_step, _, sequence = self._finish[0]
+        while not (sequence.decoding and sequence.finish_step == at_step):
             heappop(self._finish)
-        steps = self._finish[0][0] - self.step
+            at_step, _, sequence = self._finish[0]
+        steps = at_step - self.step
         if self._windows:
             steps = min(steps, self._windows[0][0] - self.step)
         return steps
 
     def pop_finished(self) -> list[Sequence]:
         """Sequences whose last token came with the step just done, in order of admission."""
-        done = []
-        while self._finish and self._finish[0][0] <= self.step:
-            entry = heappop(self._finish)
-            if self._is_current(entry):
-                done.append(entry[2])
+        done: list[Sequence] = []
+        finish = self._finish
+        while finish and finish[0][0] <= self.step:
+            at_step, _, sequence = heappop(finish)
+            if sequence.decoding and sequence.finish_step == at_step:
+                done.append(sequence)
         return done
 
-    def units_in(self, steps: int) -> int:
-        """Pool units that the next `steps` steps take."""
-        rounds, rest = divmod(steps, self.unit_tokens)
-        units = rounds * self.count
-        if rest:
-            first = (self.step + 1) % self.unit_tokens
-            units += sum(self._unit_phase[first : first + rest])
-            units += sum(self._unit_phase[: max(0, first + rest - self.unit_tokens)])
-        return units
+    def bytes_at(self, steps: int) -> int:
+        """Pool bytes that the `steps`-th step from now takes (1 is the next one)."""
+        phase = (self.step + steps) % self.units.tokens
+        if not self._members:
+            return self._unit_phase[phase] * self.units.mean_bytes
+        return sum(self._grown_bytes(sequence, steps - 1, steps) for sequence in self._members[phase])
 
-    def units_at(self, steps: int) -> int:
-        """Pool units that the `steps`-th step from now takes (1 is the next one)."""
-        return self._unit_phase[(self.step + steps) % self.unit_tokens]
+    def bytes_in(self, steps: int) -> int:
+        """Pool bytes that the next `steps` steps take."""
+        unit_tokens = self.units.tokens
+        rounds, rest = divmod(steps, unit_tokens)
+        first = (self.step + 1) % unit_tokens
+        wrapped = max(0, first + rest - unit_tokens)
+        if not self._members:
+            taken = rounds * self.count
+            if rest:
+                taken += sum(self._unit_phase[first : first + rest])
+                if wrapped:
+                    taken += sum(self._unit_phase[:wrapped])
+            return taken * self.units.mean_bytes
+        phases = self._members
+        if not rounds:
+            phases = self._members[first : first + rest] + self._members[:wrapped]
+        return sum(self._grown_bytes(sequence, 0, steps) for phase in phases for sequence in phase)
 
-    def steps_within(self, units: int, most: int) -> int:
-        """The most steps, up to `most`, that take no more than `units` pool units."""
-        if self.units_in(most) <= units:
-            return most
-        steps = units // self.count * self.unit_tokens
-        left = units - units // self.count * self.count
+    def steps_within(self, size_bytes: int, most: int) -> tuple[int, int]:
+        """The most steps, up to `most`, that take no more than `size_bytes` of the pool; and what they take."""
+        taken = self.bytes_in(most)
+        if taken <= size_bytes:
+            return most, taken
+        steps = taken = 0
+        if not self._members:
+            rounds = size_bytes // self.units.mean_bytes // self.count
+            steps, taken = rounds * self.units.tokens, rounds * self.count * self.units.mean_bytes
         while steps < most:
-            left -= self._unit_phase[(self.step + steps + 1) % self.unit_tokens]
-            if left < 0:
+            more = self.bytes_at(steps + 1)
+            if taken + more > size_bytes:
                 break
+            taken += more
             steps += 1
-        return steps
+        return steps, taken
+
+    def _grown_bytes(self, sequence: Sequence, first: int, last: int) -> int:
+        """Bytes of the units that a sequence takes with the steps after the `first`, up to the `last` from now."""
+        length, units = self.length(sequence), self.units
+        return units.run_bytes(sequence.call, units.blocks(length + first), units.blocks(length + last))
 
     def _phase(self, sequence: Sequence) -> int:
         """Step number, modulo the unit, with which the sequence takes a unit.
@@ -154,8 +199,4 @@ class DecodeSet:
         where L + 1 is one (packed).
         """
         start = sequence.joined_step - sequence.prompt_tokens  # the step number at which its length was 0
-        return (start if self.packed else start + 1) % self.unit_tokens
-
-    @staticmethod
-    def _is_current(entry: tuple[int, int, Sequence]) -> bool:
-        return entry[2].decoding and entry[2].finish_step == entry[0]
+        return (start if self.units.packed else start + 1) % self.units.tokens

@@ -14,13 +14,18 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvfold.sim.units import Units
     from kvfold.traces.table import Trace
 
 
 class Node:
-    """A run of units [start, end) below `parent`; [start, resident) is in the pool, [start, live_to) is pinned."""
+    """A run of units [start, end) below `parent`; [start, resident) is in the pool, [start, live_to) is pinned.
+
+    [start, computed) was in the pool at some time.
+    """
 
     __slots__ = (
+        "computed",
         "end",
         "index",
         "kids_live",
@@ -36,7 +41,7 @@ class Node:
     def __init__(self, index: int, parent: Node | None, start: int, end: int) -> None:
         self.index = index
         self.parent = parent
-        self.start = self.resident = self.live_to = start
+        self.start = self.resident = self.live_to = self.computed = start
         self.end = end
         self.used = 0  # time of the last release
         self.pins: list[int] = []  # ends of the pinned parts, one per live sequence
@@ -52,15 +57,16 @@ class Node:
 
 
 class PrefixTree:
-    """Residency of every prefix chain of a trace, in units of `unit_tokens` tokens.
+    """Residency of every prefix chain of a trace; a node's index is the key of its units.
 
-    `resident_units` counts units held by the cache, `live_units` the pinned ones among them.
+    `resident_bytes` are those of the units held by the cache, `live_bytes` those of the pinned ones among them.
     """
 
-    def __init__(self, trace: Trace, unit_tokens: int) -> None:
-        self.resident_units = 0
-        self.live_units = 0
-        self._unit_tokens = unit_tokens
+    def __init__(self, trace: Trace, units: Units) -> None:
+        self.resident_bytes = 0
+        self.live_bytes = 0
+        self._units = units
+        self._unit_tokens = units.tokens
         self._block_tokens = trace.meta.block_size_tokens
         self._shared_parent = trace.shared_parent.tolist()
         self._shared_blocks = trace.shared_blocks.tolist()
@@ -76,7 +82,7 @@ class PrefixTree:
 
         At least one prompt token is left to compute, as an engine needs its logits.
         """
-        node, position = self._place(call)
+        node, position = self.place(call)
         position = min(position, (self._input_tokens[call] - 1) // self._unit_tokens)
         while node.parent is not None:
             if position > node.start and node.resident > node.start:
@@ -85,19 +91,56 @@ class PrefixTree:
             node = node.parent
         return node, 0
 
+    def ever(self, call: int) -> int:
+        """Units of the longest prefix of the call's prompt that was resident at some time."""
+        node, position = self.place(call)
+        while node.parent is not None:
+            if position > node.start and node.computed > node.start:
+                return min(position, node.computed)
+            position = min(position, node.start)
+            node = node.parent
+        return 0
+
+    def shared(self, call: int, node: Node, position: int) -> int:
+        """Units that the call's prompt has in common with the path that ends at `position` of `node`."""
+        ends = {}
+        above: Node | None = node
+        while above is not None:
+            ends[above.index] = position
+            position = min(position, above.start)
+            above = above.parent
+        mine, end = self.place(call)
+        while mine.index not in ends:
+            assert mine.parent is not None
+            end = min(end, mine.start)
+            mine = mine.parent
+        return min(end, ends[mine.index])
+
+    def path_bytes(self, node: Node, position: int, above: int = 0) -> int:
+        """Bytes of the units [above, position) of the path that ends at `position` of `node`."""
+        found = 0
+        current: Node | None = node
+        while current is not None and position > above:
+            if position > current.start:
+                found += self._units.run_bytes(current.index, max(above, current.start), position)
+                position = current.start
+            current = current.parent
+        return found
+
     def insert(self, call: int) -> tuple[Node, int, int]:
-        """Make the call's whole chain resident; returns its last node, its end and the units newly resident."""
-        end_node, end = self._place(call)
+        """Make the call's whole chain resident; returns its last node, its end and the bytes newly resident."""
+        end_node, end = self.place(call)
         node, position, added = end_node, end, 0
         while node.parent is not None and node.resident < position:
             if node.resident == node.start:
                 kids = node.parent.kids_resident
                 kids[node.start] = kids.get(node.start, 0) + 1
-            added += position - node.resident
+            added += self._units.run_bytes(node.index, node.resident, position)
             node.resident = position
+            node.computed = max(node.computed, position)
             position = node.start
             node = node.parent
-        self.resident_units += added
+        self.resident_bytes += added
         return end_node, end, added
 
     def pin(self, node: Node, position: int) -> None:
@@ -122,7 +165,8 @@ class PrefixTree:
         current = node
         while current.parent is not None and current.resident <= max(position, current.start):
             limit = current.evictable_from()
-            self.resident_units -= max(0, current.resident - limit)
+            if current.resident > limit:
+                self.resident_bytes -= self._units.run_bytes(current.index, limit, current.resident)
             if limit > current.start:
                 current.resident = min(current.resident, limit)
                 return
@@ -131,12 +175,12 @@ class PrefixTree:
                 self._forget(current.parent.kids_resident, current.start)
             position, current = current.start, current.parent
 
-    def evict(self, units: int) -> None:
-        """Drop `units` unpinned units, least recently used run first, each from its end.
+    def evict(self, size_bytes: int) -> None:
+        """Drop unpinned units until so many bytes are gone, least recently used run first, each from its end.
 
         The caller has checked that so many are unpinned.
         """
-        while units > 0:
+        while size_bytes > 0:
             used, index = heappop(self._candidates)
             node = self._nodes[index]
             limit = node.evictable_from()
@@ -145,17 +189,18 @@ class PrefixTree:
             if used != node.used:
                 heappush(self._candidates, (node.used, index))
                 continue
-            dropped = min(units, node.resident - limit)
-            node.resident -= dropped
-            self.resident_units -= dropped
-            units -= dropped
+            kept = max(limit, self._units.cut(index, node.resident, size_bytes))
+            dropped_bytes = self._units.run_bytes(index, kept, node.resident)
+            node.resident = kept
+            self.resident_bytes -= dropped_bytes
+            size_bytes -= dropped_bytes
             if node.resident > limit:
                 heappush(self._candidates, (used, index))
             if node.resident == node.start and node.parent is not None:
                 self._forget(node.parent.kids_resident, node.start)
                 heappush(self._candidates, (node.parent.used, node.parent.index))
 
-    def _place(self, call: int) -> tuple[Node, int]:
+    def place(self, call: int) -> tuple[Node, int]:
         """Where the call's chain ends in the tree, which is extended by the chains not seen before."""
         unseen = []
         while call not in self._places:
@@ -199,7 +244,7 @@ class PrefixTree:
             if live_to == before:
                 return
             current.live_to = live_to
-            self.live_units += live_to - before
+            self.live_bytes += self._units.run_bytes(current.index, before, live_to)
             if live_to < before:
                 heappush(self._candidates, (current.used, current.index))
             parent = current.parent

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from math import isnan, nan
+from struct import Struct
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvfold.sim.run import FS_PER_S, OUTCOMES, Calls, Run, Stretches
+from kvfold.sim.exact import exact_dot
+from kvfold.sim.power import energy_of, power_of
+from kvfold.sim.run import FS_PER_S, OUTCOMES, Calls, Ints, Run, Stretches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +20,22 @@ if TYPE_CHECKING:
     from kvfold.sim.scenario import Scenario
     from kvfold.sim.scheduler import State, Step
     from kvfold.traces.table import Trace
+
+
+#: One row of Stretches: its integer columns but for the replica; then prompt tokens in the pool, live sequences,
+#: and the number of the origin.
+_ROW = Struct("11q")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over all steps, exact: femtoseconds; those of steps with decoding, by the origin of its cost; live KV
+    tokens, and live sequences, x femtoseconds."""
+
+    busy_fs: int
+    token_time: int
+    sequence_time: int
+    decode_fs: dict[str, int]
 
 
 class Recorder:
@@ -36,17 +56,15 @@ class Recorder:
         self._refusals: dict[int, str] = {}
         self._interrupted: dict[int, int] = {}  # call -> time of the last token before a preemption
         self._gaps_fs: list[int] = []
-        self._busy_fs = 0
-        self._token_time = 0  # live KV tokens x femtoseconds
-        self._sequence_time = 0
-        self._peak_bytes = [0] * replicas
+        self._prompts = 0
+        self._failures: dict[int, str] = {}
         self._accounted_fs = [0] * replicas
-        self._origin = ""
-        self._origin_fs: dict[str, int] = {}
-        self._idle_unit_time = 0  # cached units that no live sequence pins x femtoseconds
-        self._host_unit_time = 0
-        self._starts_s = array("d")
-        self._rows = array("q")  # the integer columns of Stretches, row by row
+        self.origin = ""  # where the cost of the attention of the next steps comes from
+        self._origins: dict[str, int] = {}
+        self._idle_byte_time = 0  # cached bytes that no live sequence pins x femtoseconds
+        self._host_byte_time = 0
+        self._starts_s = [array("d") for _ in range(replicas)]
+        self._rows = [array("q") for _ in range(replicas)]  # as _ROW
 
     def arrived(self, call: int, replica: int, now: int) -> None:
         self._arrival_s[call] = now / FS_PER_S
@@ -59,22 +77,23 @@ class Recorder:
     def timed_out(self, call: int) -> None:
         self._timed_out.append(call)
 
+    def failed(self, call: int, reason: str) -> None:
+        """The call was given up after it had been admitted."""
+        self._failures[call] = reason
+        self._interrupted.pop(call, None)
+
     def account(self, replica: int, state: State, now: int) -> None:
         """Add up what lay idle since the last account; called before anything of it changes."""
         past_fs = now - self._accounted_fs[replica]
         self._accounted_fs[replica] = now
         tree = state.pool.tree
         if tree is not None:
-            self._idle_unit_time += (tree.resident_units - tree.live_units) * past_fs
-        self._host_unit_time += state.host_units * past_fs
+            self._idle_byte_time += (tree.resident_bytes - tree.live_bytes) * past_fs
+        self._host_byte_time += state.host_bytes * past_fs
 
-    def idled(self, unit_time: int) -> None:
-        """Cached units x femtoseconds besides what `account` sees at the end of a stretch."""
-        self._idle_unit_time += unit_time
-
-    def attended(self, origin: str) -> None:
-        """Where the cost of the attention of the next steps comes from."""
-        self._origin = origin
+    def idled(self, byte_time: int) -> None:
+        """Cached bytes x femtoseconds besides what `account` sees at the end of a stretch."""
+        self._idle_byte_time += byte_time
 
     def scheduled(self, step: Step, now: int) -> None:
         for sequence in step.preempted:
@@ -89,29 +108,18 @@ class Recorder:
 
     def stretch(
         self, replica: int, state: State, step: Step, now: int, steps: int, first_fs: int, growth_fs: int
-    ) -> None:
-        decoding = state.decoding
+    ) -> int:
+        """A stretch of steps begins; returns how long it takes."""
+        decoding, pool = state.decoding, state.pool
         prefill_tokens = held = 0
         for sequence, chunk in step.chunks:
             prefill_tokens += chunk.tokens
             held += sequence.prompt_tokens
         if state.prefilling is not None and not step.chunks:
             held += state.prefilling.prompt_tokens
-        pairs = steps * (steps - 1) // 2
-        duration_fs = steps * first_fs + growth_fs * pairs
-        squares = (steps - 1) * steps * (2 * steps - 1) // 6
-        self._busy_fs += duration_fs
-        if decoding.count:
-            self._origin_fs[self._origin] = self._origin_fs.get(self._origin, 0) + duration_fs
-        # sum over steps j of (kv + held + count j) (first + growth j)
-        self._token_time += (decoding.kv_tokens + held) * duration_fs
-        self._token_time += decoding.count * (first_fs * pairs + growth_fs * squares)
-        self._sequence_time += state.pool.sequences * duration_fs
-        used_bytes = state.pool.live_bytes()
-        self._peak_bytes[replica] = max(self._peak_bytes[replica], used_bytes)
-        self._starts_s.append(now / FS_PER_S)
-        self._rows.extend(
-            (
+        self._starts_s[replica].append(now / FS_PER_S)
+        self._rows[replica].frombytes(
+            _ROW.pack(
                 steps,
                 first_fs,
                 growth_fs,
@@ -119,13 +127,17 @@ class Recorder:
                 prefill_tokens,
                 decoding.kv_tokens,
                 len(state.waiting),
-                used_bytes,
-                replica,
+                pool.live_bytes(),
+                held,
+                pool.sequences,
+                self._origins.setdefault(self.origin, len(self._origins)),
             )
         )
+        return first_fs if steps == 1 else steps * first_fs + growth_fs * (steps * (steps - 1) // 2)
 
     def prompt_ended(self, call: int, now: int) -> None:
         """A prompt gives a token: the first one, or the first after a preemption."""
+        self._prompts += 1
         if isnan(self._first_token_s[call]):
             self._first_token_s[call] = now / FS_PER_S
         elif call in self._interrupted:
@@ -148,6 +160,7 @@ class Recorder:
         outcome[~np.isnan(last_token_s)] = OUTCOMES.index("completed")
         outcome[list(self._refusals)] = OUTCOMES.index("rejected")
         outcome[self._timed_out] = OUTCOMES.index("timed_out")
+        outcome[list(self._failures)] = OUTCOMES.index("failed")
         done = outcome == OUTCOMES.index("completed")
         calls = Calls(
             request_id=np.arange(len(trace), dtype=np.int64),
@@ -169,48 +182,57 @@ class Recorder:
         makespan_s = 0.0
         if done.any():
             makespan_s = float(last_token_s[done].max() - np.nanmin(calls.arrival_s))
-        busy_s = self._busy_fs / FS_PER_S
-        gpu = scenario.cost.gpu
-        idle_energy_j, energy_j, energy_origin = float("nan"), float("nan"), "unknown"
-        if gpu.power_limit_w is not None and gpu.idle_w is not None:
-            rest_s = max(0.0, makespan_s * scenario.replicas - busy_s)
-            idle_energy_j = gpu.idle_w * scenario.cost.tp * rest_s
-            energy_j = gpu.power_limit_w * scenario.cost.tp * busy_s + idle_energy_j
-            energy_origin = "modelled"
+        stretches, totals = self._table()
+        energy = energy_of(
+            scenario.power or power_of(scenario.cost.gpu),
+            scenario.cost,
+            stretches,
+            self._prompts,
+            totals.busy_fs,
+            makespan_s * scenario.replicas,
+        )
         return Run(
             calls=calls,
-            stretches=self._stretches(),
+            stretches=stretches,
             gap_s=np.array(self._gaps_fs, np.float64) / FS_PER_S,
             reject_reasons=_counted(list(self._refusals.values())),
-            kv=self._kv(scenario, states, calls, makespan_s),
-            busy_s=busy_s,
-            attention_origin_s={name: fs / FS_PER_S for name, fs in sorted(self._origin_fs.items())},
-            energy_j=energy_j,
-            energy_origin=energy_origin,
-            idle_energy_j=idle_energy_j,
+            fail_reasons=_counted(list(self._failures.values())),
+            kv=self._kv(scenario, states, calls, stretches, totals, makespan_s),
+            busy_s=totals.busy_fs / FS_PER_S,
+            attention_origin_s={name: fs / FS_PER_S for name, fs in sorted(totals.decode_fs.items())},
+            energy_j=energy.total_j,
+            energy_origin=energy.origin,
+            idle_energy_j=energy.idle_j,
+            attention_energy_j=energy.attention_j,
             notes=self._notes(scenario, unknown_waits),
         )
 
-    def _stretches(self) -> Stretches:
-        rows = (
-            np.frombuffer(self._rows, np.int64).reshape(-1, 9) if self._rows else np.empty((0, 9), np.int64)
-        )
-        starts_s = np.array(self._starts_s, np.float64)
-        if rows[:, -1].any():
-            # replica by replica, so that sums over steps do not depend on how stretches of replicas interleave
-            order = np.argsort(rows[:, -1], kind="stable")
-            starts_s, rows = starts_s[order], rows[order]
-        return Stretches(starts_s, *rows.T)
+    def _table(self) -> tuple[Stretches, Totals]:
+        """Replica by replica, so that sums over steps do not depend on how stretches of replicas interleave."""
+        starts_s = [np.asarray(starts) for starts in self._starts_s]
+        rows = [np.asarray(rows).reshape(-1, 11) for rows in self._rows]
+        replica = np.repeat(np.arange(len(starts_s)), [len(starts) for starts in starts_s])
+        # with one replica no second copy of the longest table of a run
+        table = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        *columns, held, sequences, origin = table.T
+        stretches = Stretches(*[np.concatenate(starts_s), *columns, replica])
+        return stretches, _totals(stretches, held, sequences, origin, tuple(self._origins))
 
     def _kv(
-        self, scenario: Scenario, states: Sequence[State], calls: Calls, makespan_s: float
+        self,
+        scenario: Scenario,
+        states: Sequence[State],
+        calls: Calls,
+        stretches: Stretches,
+        totals: Totals,
+        makespan_s: float,
     ) -> dict[str, float]:
         budget, sizes = scenario.budget, scenario.cost.sizes
         span_fs = makespan_s * FS_PER_S
         token_bytes = budget.unit_bytes / budget.unit_tokens
         constant_bytes = budget.sequence_bytes + budget.tail_bytes
         mean_bytes = (
-            (self._token_time * token_bytes + self._sequence_time * constant_bytes) / span_fs
+            (totals.token_time * token_bytes + totals.sequence_time * constant_bytes) / span_fs
             if span_fs
             else 0.0
         )
@@ -218,16 +240,16 @@ class Recorder:
         prompt_tokens = int(calls.input_tokens[admitted].sum())
         return {
             "capacity_bytes": budget.kv_budget_bytes,
-            "peak_bytes": max(self._peak_bytes),
+            "peak_bytes": int(stretches.used_bytes.max(initial=0)),
             "mean_bytes": mean_bytes,
-            "mean_tokens": self._token_time / span_fs if span_fs else 0.0,
+            "mean_tokens": totals.token_time / span_fs if span_fs else 0.0,
             "raw_block_share": sizes.raw_block_share,
             "slot_waste_share": 1 - sizes.encoded_bits / sizes.slot_bits,
             "prefix_hit_token_share": int(calls.cached_tokens.sum()) / max(1, prompt_tokens),
             "re_prefilled_tokens": self._re_prefilled(calls),
-            "idle_cached_byte_s": self._idle_unit_time * budget.unit_bytes / FS_PER_S,
-            "idle_held_byte_s": sum(state.held_unit_time for state in states) * budget.unit_bytes / FS_PER_S,
-            "host_byte_s": self._host_unit_time * budget.unit_bytes / FS_PER_S,
+            "idle_cached_byte_s": self._idle_byte_time / FS_PER_S,
+            "idle_held_byte_s": sum(state.held_byte_time for state in states) / FS_PER_S,
+            "host_byte_s": self._host_byte_time / FS_PER_S,
             "forced_releases": sum(state.forced_releases for state in states),
         }
 
@@ -253,9 +275,35 @@ class Recorder:
         silent = int((self._trace.output_tokens == 0).sum())
         if silent:
             notes.append(f"{silent:,} calls without output were simulated with one token")
+        unknown = int((self._trace.output_tokens < 0).sum())
+        if unknown:
+            notes.append(f"{unknown:,} calls of unknown output were simulated with one token")
         if scenario.cost.model.linear_layers and scenario.prefix_caching:
             notes.append("prefix hits assume that recurrent state can be restored at any block, at no cost")
         return tuple(notes)
+
+
+def _totals(
+    stretches: Stretches, held: Ints, sequences: Ints, origin: Ints, origins: tuple[str, ...]
+) -> Totals:
+    steps, first_fs, growth_fs = stretches.steps, stretches.first_step_fs, stretches.growth_fs
+    count = stretches.decode_seqs
+    pairs = steps * (steps - 1) // 2
+    squares = pairs * (2 * steps - 1) // 3
+    duration_fs = steps * first_fs + growth_fs * pairs
+    # sum over steps j of (kv + held + count j) (first + growth j)
+    token_time = exact_dot(stretches.kv_tokens + held, duration_fs)
+    token_time += exact_dot(count * pairs, first_fs) + exact_dot(count * squares, growth_fs)
+    by_origin = {
+        name: exact_dot(duration_fs, ((origin == number) & (count > 0)).astype(np.int64))
+        for number, name in enumerate(origins)
+    }
+    return Totals(
+        busy_fs=exact_dot(duration_fs, np.ones_like(duration_fs)),
+        token_time=token_time,
+        sequence_time=exact_dot(sequences, duration_fs),
+        decode_fs={name: fs for name, fs in by_origin.items() if fs},
+    )
 
 
 def _counted(names: list[str]) -> dict[str, int]:

@@ -2,8 +2,9 @@
 
 `lru`: it stays as prefix cache as long as nobody needs the room. `keep`: it is held until the next call. `drop`:
 it goes at once and is computed again. `ttl:SECONDS`: held so long, then as `lru`. `swap`: it goes to host memory
-and comes back over the link. `least-waste`: of keep, drop and swap the one with the smallest expected waste;
-`oracle`: the same with the wait known beforehand, as a bound.
+and comes back over the link. `least-waste`: of keep, drop and swap the one with the smallest expected waste.
+`oracle`: a bound on them all, as if every later use were known and every transfer hidden: what was computed once
+comes back at no cost, and a session that waits holds nothing that others could use.
 
 Waste is counted in byte-seconds, after InferCept (Abhyankar et al., ICML 2024): keep wastes the bytes held for the
 wait; drop the bytes of this session and of all that stand still while it is computed again; swap the bytes of the
@@ -19,11 +20,11 @@ import numpy as np
 
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.run import FS_PER_S
-from kvfold.sim.step import Chunk
+from kvfold.sim.work import Chunk
 from kvfold.traces.table import WAIT_KINDS
 
 if TYPE_CHECKING:
-    from kvfold.sim.step import StepCost
+    from kvfold.sim.work import Cost
     from kvfold.traces.table import Trace
 
 POLICIES = ("lru", "keep", "drop", "ttl", "swap", "least-waste", "oracle")
@@ -39,7 +40,7 @@ class Retention:
     @property
     def holds(self) -> bool:
         """Whether KV may be held against eviction, so that its release can let a waiting call in."""
-        return self.policy in ("keep", "ttl", "least-waste", "oracle")
+        return self.policy in ("keep", "ttl", "least-waste")
 
 
 def parse_retention(text: str) -> Retention:
@@ -99,21 +100,18 @@ class Stake:
     hidden_s: float  # of a transfer, behind the step that it goes with
 
 
-def choose(retention: Retention, stake: Stake, wait_s: float, expected_wait_s: float) -> str:
-    """`lru, keep, ttl, drop` or `swap` for a call whose session waits."""
-    if retention.policy not in ("least-waste", "oracle"):
-        return retention.policy
-    wait = wait_s if retention.policy == "oracle" else expected_wait_s
+def choose(stake: Stake, wait_s: float) -> str:
+    """`keep, drop` or `swap` for a call whose session is expected to wait so long: the one of least waste."""
     batch_bytes = stake.own_bytes + stake.others_bytes
     waste = {
-        "keep": stake.own_bytes * wait,
+        "keep": stake.own_bytes * wait_s,
         "drop": batch_bytes * stake.reprefill_s,
         "swap": batch_bytes * max(0.0, stake.transfer_s - stake.hidden_s),
     }
     return min(waste, key=lambda name: (waste[name], name != "keep"))
 
 
-def reprefill_s(cost: StepCost, tokens: int, chunk_tokens: int) -> float:
+def reprefill_s(cost: Cost, tokens: int, chunk_tokens: int) -> float:
     """Time to compute a prompt of so many tokens alone, in chunks of the token budget."""
     fs, done = 0, 0
     while done < tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,8 @@ class Run:
     """Result of one simulation; a pure function of the scenario and its seed.
 
     ``gap_s`` holds the inter-token gaps that span a preemption (all other gaps are step durations).
-    ``reject_reasons`` counts rejected calls by reason. ``kv`` has the totals of CLI.md's ``kv`` object.
+    ``reject_reasons`` counts rejected calls by reason, ``fail_reasons`` those given up after their admission.
+    ``kv`` has the totals of CLI.md's ``kv`` object.
     ``notes`` are the assumptions that a reader must know (unknown waits replayed as 0, and the like).
     """
 
@@ -84,3 +85,5 @@ class Run:
     energy_origin: str
     idle_energy_j: float
     notes: tuple[str, ...]
+    fail_reasons: dict[str, int] = field(default_factory=dict)
+    attention_energy_j: float = 0.0  # part of energy_j that measured watts of decode attention give

@@ -65,9 +65,11 @@ class Sessions:
         if not load.open_loop:
             self._link(trace)
         self._roots = [call for call, parents in enumerate(self._parents_left) if parents == 0]
-        self._offset_fs = [
-            round(arrival * FS_PER_S) for arrival in (trace.arrival_time_s / load.rate_scale).tolist()
-        ]
+        if np.isnan(trace.arrival_time_s[self._roots]).any():
+            rule = "every call that follows no other needs an arrival time"
+            raise ConfigError(f"{trace.meta.source}: {rule}; replay the sessions closed-loop")
+        arrivals_s = np.nan_to_num(trace.arrival_time_s / load.rate_scale)  # NaN where a parent decides
+        self._offset_fs = [round(arrival * FS_PER_S) for arrival in arrivals_s.tolist()]
         self._session_of, self._session_roots, self._calls_left = self._group(trace)
         if load.rotation:
             self._rotate(load.rotation)
@@ -84,6 +86,8 @@ class Sessions:
 
     def ended(self, call: int) -> None:
         """The call completed or was refused: its children become due, and its session may end."""
+        if self._load.live_sessions is None and call not in self._children:
+            return  # nothing waits for it
         self._ended.append(call)
         if len(self._ended) > 1:
             return  # the loop below, further up the stack, takes it: chains of refusals must not recurse
@@ -100,10 +104,11 @@ class Sessions:
                 self.wait_before_s[child] = wait_fs / FS_PER_S
             if self._parents_left[child] == 0:
                 self._at(max(self._ready_fs[child], now), [child])
-        session = self._session_of[call]
-        self._calls_left[session] -= 1
-        if self._calls_left[session] == 0 and self._load.live_sessions is not None:
-            self._start_session()
+        if self._load.live_sessions is not None:
+            session = self._session_of[call]
+            self._calls_left[session] -= 1
+            if self._calls_left[session] == 0:
+                self._start_session()
 
     def _start_session(self) -> None:
         if self._next_session < len(self._session_roots):
@@ -121,8 +126,7 @@ class Sessions:
         end = position
         while end < len(self._roots) and self._offset_fs[self._roots[end]] == at:
             end += 1
-        event = self._clock.timeout(max(0, at - self._clock.now_fs), (position, end))
-        event.callbacks.append(self._on_roots)
+        self._clock.call_in(max(0, at - self._clock.now_fs), self._on_roots, (position, end))
 
     def _on_roots(self, event: Any) -> None:
         position, end = event.value
@@ -135,8 +139,7 @@ class Sessions:
             for call in calls:
                 self._arrive(call)
             return
-        event = self._clock.timeout(time_fs - self._clock.now_fs, calls)
-        event.callbacks.append(self._on_calls)
+        self._clock.call_in(time_fs - self._clock.now_fs, self._on_calls, calls)
 
     def _on_calls(self, event: Any) -> None:
         for call in event.value:

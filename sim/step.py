@@ -19,30 +19,18 @@ from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import require
 from kvfold.sim.model import WEIGHT_BYTES
 from kvfold.sim.run import FS_PER_S
+from kvfold.sim.work import MODELLED_OVERHEAD, Chunk, Overhead, Work
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvfold.codec.sizes import FormatSizes
+    from kvfold.sim.decode_set import DecodeSet
     from kvfold.sim.gpu import GpuSpec
     from kvfold.sim.model import ModelSpec
 
-#: Kernel launches, scheduling and output handling that no GPU work hides, per step and per sequence in it.
-#: Modelled round figures; leaving them out shifts TTFT and capacity (docs/assumptions.md).
-STEP_OVERHEAD_S = 300e-6
-SEQUENCE_OVERHEAD_S = 2e-6
 #: One all-reduce's latency besides its bytes (NCCL, one node); modelled.
 COLLECTIVE_LATENCY_S = 10e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Part of a prompt computed in one step: `tokens` new ones after `history_tokens` that are in the KV pool.
-
-    `last` marks the chunk that ends the prompt, whose last token is sampled from.
-    """
-
-    tokens: int
-    history_tokens: int
-    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +79,34 @@ class StepCost:
     _bandwidth: float
     _flops: float
     costs: CostTable | None = None
+    overhead: Overhead = MODELLED_OVERHEAD
     strict: bool = (
         False  # raise ConfigError rather than use attention or linear layers that were not measured
     )
     _bases: dict[tuple[int, int, int], int] = field(default_factory=dict)
     _segments: dict[int, tuple[list[int], list[Segment]]] = field(default_factory=dict)
+
+    def work(self, decoding: DecodeSet, chunks: Sequence[Chunk]) -> Work:
+        """The step in which every sequence of `decoding` gains a token and these chunks are computed."""
+        count = decoding.count
+        prompt_tokens = ending = first_fs = growth_fs = 0
+        for chunk in chunks:
+            prompt_tokens += chunk.tokens
+            ending += chunk.last
+            first_fs += self.chunk_fs(chunk)
+        if chunks and not ending:  # a step that ends a prompt has no like one after it
+            growth_fs = self.history_token_fs(prompt_tokens) * prompt_tokens
+        first_fs += self.base_fs(count, prompt_tokens, ending)
+        first_fs += self.window_token_fs * decoding.window_tokens
+        if not count:
+            return Work(first_fs, growth_fs, None, "")
+        attention = self.attention(count, decoding.kv_tokens)
+        first_fs += attention.base_fs + attention.token_fs * decoding.kv_tokens
+        growth_fs += attention.token_fs * count + self.window_token_fs * decoding.growing_windows
+        most = None
+        if attention.until_tokens is not None:
+            most = (attention.until_tokens - decoding.kv_tokens) // count + 1
+        return Work(first_fs, growth_fs, most, attention.origin)
 
     def decode_fs(self, sequences: int, kv_tokens: int, window_tokens: int) -> int:
         """A step in which `sequences` sequences with `kv_tokens` context tokens in all gain one token each."""
@@ -150,20 +161,28 @@ class StepCost:
 
     def chunk_fs(self, chunk: Chunk) -> int:
         """Prefill attention of one chunk, over its history and over itself."""
-        own_pairs = chunk.tokens * (chunk.tokens + 1) // 2
+        own_fs = round(self._pair_fs(chunk.tokens, False) * (chunk.tokens * (chunk.tokens + 1) // 2))
         reach = min(self.model.window_tokens, chunk.history_tokens + chunk.tokens)
-        return (
-            self.history_token_fs(chunk.tokens) * chunk.history_tokens
-            + self.pair_fs * own_pairs
-            + self.window_pair_fs * chunk.tokens * reach
-        )
+        own_fs += self.window_pair_fs * chunk.tokens * reach
+        if not chunk.history_tokens:
+            return own_fs
+        return own_fs + self.history_token_fs(chunk.tokens) * chunk.history_tokens
 
     def history_token_fs(self, chunk_tokens: int) -> int:
         """Cost of one history token for a chunk: its attention pairs, or its KV read; and the unpacking of it.
 
         Prefill keeps its ordinary attention, so packed history is unpacked to memory first and read again.
         """
-        return max(chunk_tokens * self.pair_fs, self.history_read_fs) + self.unpack_token_fs
+        pairs_fs = round(chunk_tokens * self._pair_fs(chunk_tokens, True))
+        return max(pairs_fs, self.history_read_fs) + self.unpack_token_fs
+
+    def _pair_fs(self, chunk_tokens: int, with_history: bool) -> float:
+        """One query-key pair in all layers: at the measured rate of such a chunk where there is one."""
+        table, model = self.costs.prefill if self.costs else None, self.model
+        if table is None or model.head_dim != table.head_dim or not model.full_layers:
+            return self.pair_fs
+        layers = model.full_layers * model.q_heads / self.tp / table.q_heads
+        return layers * table.pair_fs(chunk_tokens, with_history)[0]
 
     def terms(self, sequences: int, kv_tokens: int, window_tokens: int) -> list[Term]:
         """The table of one pure decode step; the sum of `s` is `decode_fs` to within a femtosecond a row."""
@@ -233,7 +252,8 @@ class StepCost:
             moved_s = 2 * (tp - 1) / tp * tokens * model.hidden * 2 / require(gpu, "link_bytes_per_s")
             all_s = 2 * layers * (moved_s + COLLECTIVE_LATENCY_S)
             rows.append(("collectives", _fs(all_s), 2 * layers * moved_s, "modelled"))
-        overhead_s = STEP_OVERHEAD_S + SEQUENCE_OVERHEAD_S * sampled
+        overhead = self.overhead
+        overhead_s = overhead.step_s + overhead.token_s * tokens + overhead.sequence_s * sampled
         rows.append(("launch and scheduling", _fs(overhead_s), 0.0, "modelled"))
         return rows
 
@@ -290,6 +310,7 @@ def step_cost(
     tp: int = 1,
     costs: CostTable | None = None,
     strict: bool = False,
+    overhead: Overhead = MODELLED_OVERHEAD,
 ) -> StepCost:
     """Coefficients of the step time; raises ConfigError where the GPU profile lacks a figure that they need."""
     bandwidth = gpu.bandwidth_bytes_per_s * gpu.bandwidth_efficiency
@@ -320,5 +341,6 @@ def step_cost(
         _bandwidth=bandwidth,
         _flops=flops,
         costs=costs,
+        overhead=overhead,
         strict=strict,
     )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvfold.analysis.deployment import cost_table
 from kvfold.codec.sizes import load_sizes
 from kvfold.sim.costs import line_at, load_costs
 from kvfold.sim.errors import ConfigError
@@ -14,6 +15,7 @@ from kvfold.sim.retention import parse_retention
 from kvfold.sim.run import FS_PER_S
 from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.step import step_cost
+from kvfold.sim.work import Chunk
 from tests.test_engine import assert_same, check_laws
 
 COLUMNS = (
@@ -168,3 +170,21 @@ def test_every_retention_policy_runs_with_a_table(table, random_trace, policy):
         retention=parse_retention(policy),
     )
     assert_same(run(setup), run(replace(setup, stepwise=True)))
+
+
+def test_prefill_attention_is_what_was_measured_on_an_h200():
+    """A prompt of 8,192 tokens takes the measured 983.84 us a layer; with history, pairs at the dense rate."""
+    llama, h200 = load_model("llama-3.1-8b"), load_gpu("h200")
+    cost = step_cost(llama, h200, load_sizes()["bf16"], "bf16", 1, cost_table("h200"))
+    assert cost.chunk_fs(Chunk(8192, 0, True)) == pytest.approx(32 * 983.84e9, rel=1e-6)
+    more_fs = cost.chunk_fs(Chunk(2048, 8192, True)) - cost.chunk_fs(Chunk(2048, 0, True))
+    # 409.86 us over 8,192 and 1,650.02 us over 32,768 tokens: the median rate of both
+    assert more_fs == pytest.approx(32 * (409.86 + 1650.02 / 4) / 2 * 1e9, rel=1e-6)
+
+
+def test_prefill_of_another_head_size_stays_modelled():
+    model, h200 = load_model("qwen3.5-27b"), load_gpu("h200")
+    costs = cost_table("h200")
+    measured = step_cost(model, h200, load_sizes()["bf16"], "bf16", 1, costs)
+    modelled = step_cost(model, h200, load_sizes()["bf16"], "bf16", 1)
+    assert measured.chunk_fs(Chunk(2048, 4096, True)) == modelled.chunk_fs(Chunk(2048, 4096, True))

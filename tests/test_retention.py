@@ -10,11 +10,12 @@ from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import load_gpu
 from kvfold.sim.memory import kv_budget
 from kvfold.sim.model import load_model
-from kvfold.sim.retention import Retention, Stake, choose, parse_retention, reprefill_s, waits_of
+from kvfold.sim.retention import Stake, choose, parse_retention, reprefill_s, waits_of
 from kvfold.sim.run import FS_PER_S
 from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.scheduler import Limits
-from kvfold.sim.step import Chunk, step_cost
+from kvfold.sim.step import step_cost
+from kvfold.sim.work import Chunk
 from kvfold.traces.columns import Edges, assemble
 from kvfold.traces.prefix import Chains
 from kvfold.traces.table import WAIT_KINDS, Meta
@@ -102,6 +103,25 @@ def test_a_tool_wait_by_hand(policy, cached, held_s):
         assert result.kv["idle_cached_byte_s"] == pytest.approx(WAIT_S * prefix_bytes)
 
 
+@pytest.mark.parametrize(("policy", "column"), [("keep", "idle_held_byte_s"), ("swap", "host_byte_s")])
+def test_nothing_is_kept_for_a_call_that_was_refused(policy, column):
+    """The second call is too long; a third one, unrelated, makes the run go on for long after it."""
+    trace = session(640, 1280, 64, arrivals=[0.0, 0.0, 100.0])
+    trace = replace(
+        trace,
+        edge_child=trace.edge_child[:1],
+        edge_parent=trace.edge_parent[:1],
+        edge_wait_s=trace.edge_wait_s[:1],
+        edge_wait_kind=trace.edge_wait_kind[:1],
+        session_id=np.array([0, 0, 1], np.int32),
+    )
+    setup = replace(scenario(trace, policy), max_context_tokens=1000)
+    for each in (setup, replace(setup, stepwise=True)):
+        result = run(each)
+        assert result.reject_reasons == {"longer_than_model_context": 1}
+        assert result.kv[column] == pytest.approx(WAIT_S * 640 * MODEL.kv_bytes_per_token())
+
+
 def test_a_transfer_that_takes_longer_than_its_step_lengthens_it():
     slow_link = replace(GPU, host_link_bytes_per_s=1e9)
     setup = scenario(session(640, 704), "swap")
@@ -164,12 +184,9 @@ def test_raw_fallback_takes_raw_bytes():
 def test_least_waste_takes_the_smallest():
     stake = Stake(own_bytes=100, others_bytes=900, reprefill_s=2.0, transfer_s=0.5, hidden_s=0.1)
     # keep 100 w, drop 1000 x 2 = 2000, swap 1000 x 0.4 = 400
-    assert choose(Retention("least-waste"), stake, 99.0, 3.9) == "keep"
-    assert choose(Retention("least-waste"), stake, 0.0, 4.1) == "swap"
-    assert choose(Retention("oracle"), stake, 3.9, 99.0) == "keep"
-    slow = replace(stake, transfer_s=10.0)
-    assert choose(Retention("least-waste"), slow, 0.0, 21.0) == "drop"
-    assert choose(Retention("keep"), slow, 1e9, 1e9) == "keep"
+    assert choose(stake, 3.9) == "keep"
+    assert choose(stake, 4.1) == "swap"
+    assert choose(replace(stake, transfer_s=10.0), 21.0) == "drop"
 
 
 def test_expected_waits_are_the_means_of_their_kind():

@@ -10,7 +10,8 @@ from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import load_gpu
 from kvfold.sim.model import load_model
 from kvfold.sim.run import FS_PER_S
-from kvfold.sim.step import Chunk, expected_experts, step_cost
+from kvfold.sim.step import expected_experts, step_cost
+from kvfold.sim.work import Chunk
 
 SIZES = load_sizes()
 PAIRS = [("qwen3-8b", "h200"), ("gpt-oss-20b", "h100"), ("qwen3.5-35b-a3b", "h200"), ("deepseek-v3", "h200")]

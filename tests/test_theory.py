@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from kvfold.codec.sizes import FormatSizes, load_sizes
-from kvfold.sim.costs import Segment
 from kvfold.sim.gpu import GpuSpec, load_gpu
 from kvfold.sim.memory import kv_budget
 from kvfold.sim.model import ModelSpec, load_model
 from kvfold.sim.run import FS_PER_S, OUTCOMES
 from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.scheduler import Limits
+from kvfold.sim.work import Work
 from kvfold.traces.columns import assemble
 from kvfold.traces.table import Meta
 from tests.queueing import (
@@ -49,19 +49,9 @@ class FlatCost:
     sizes: FormatSizes
     step_fs: int
     tp: int = 1
-    window_token_fs: int = 0
 
-    def base_fs(self, sequences, prompt_tokens, ending_prompts):
-        return self.step_fs
-
-    def attention(self, sequences, kv_tokens):
-        return Segment(0, 0, None, "modelled")
-
-    def chunk_fs(self, chunk):
-        return 0
-
-    def history_token_fs(self, chunk_tokens):
-        return 0
+    def work(self, decoding, chunks):
+        return Work(self.step_fs, 0, None, "modelled")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import sys
 from math import nan
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -300,6 +302,22 @@ def test_a_cut_off_parquet_file_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(BadTraceError, match="a Parquet file must be whole"):
         load(path)
+
+
+def test_parquet_rows_of_nothing_but_nulls_are_not_lost(tmp_path):
+    path = tmp_path / "t.parquet"
+    pq.write_table(
+        pa.table({"arrival_time_s": pa.nulls(2, pa.float64()), "input_tokens": pa.nulls(2, pa.int64())}), path
+    )
+    with pytest.raises(BadTraceError, match="missing required field input_tokens") as caught:
+        canonical.read(io.BytesIO(path.read_bytes()), "c.parquet")
+    assert caught.value.place == "c.parquet:1"
+
+
+def test_a_column_that_stands_twice_is_refused():
+    text = b"arrival_time_s,input_tokens,output_tokens,input_tokens\n1,2,3,4\n"
+    with pytest.raises(BadTraceError, match="a column may stand once, got 'input_tokens' twice"):
+        canonical.read(io.BytesIO(text), "c.csv")
 
 
 def test_csv_texts_are_quoted(tmp_path):

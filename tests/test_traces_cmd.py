@@ -80,7 +80,13 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("inspect", "flat.csv", "--format", "vidur"),
+        ("inspect", "flat.csv", "--format", "no-such"),
+        ("validate", "flat.csv", "--format", "vidurr"),
+        ("convert", "flat.csv", "x.txt"),
+        ("convert", "flat.csv", "no/such/folder/x.jsonl"),
+        ("convert", "flat.csv", "x.jsonl", "--to", "splitwise"),
+        ("inspect", "flat.csv", "--columns", "when=ts"),
+        ("inspect", "flat.csv", "--chars-per-token", "0"),
         ("synth", "poisson", "--out", "x.txt"),
         ("synth", "poisson", "--out", "x.jsonl", "--rate", "0"),
         ("synth", "poisson", "--out", "x.jsonl", "--rate", "nan"),
@@ -101,3 +107,59 @@ def test_a_bad_file_raises_the_error_that_exits_5(tmp_path):
     result = run("inspect", path)
     assert isinstance(result.exception, BadTraceError)
     assert result.exception.place == f"{path}:5"
+
+
+def test_convert_writes_the_file_and_says_what_it_does_not_hold(tmp_path, flat):
+    out = tmp_path / "out.parquet"
+    result = run("convert", flat, out, "--json")
+    summary = json.loads(result.stdout)
+    assert summary.keys() >= STABLE_KEYS | {"to", "not_held", "replay_command"}
+    assert (summary["rows_kept"], summary["not_held"]) == (2, {})
+    assert "wrote" in result.stderr
+    assert load(out).input_tokens.tolist() == [10, 20]
+    peers = run("convert", "traces/data/sample.jsonl", tmp_path / "v.jsonl", "--to", "vllm-bench")
+    assert "What vllm-bench does not hold" in peers.stdout
+    assert "--timed-trace-chunk-hash-size 64" in peers.stdout
+    assert max(len(line) for line in peers.stdout.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("validate",), ("convert", "out.jsonl")])
+def test_every_command_refuses_a_bad_file_and_leaves_nothing(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.csv").write_text(FLAT + "2,-5,1\n")
+    result = run(command[0], "t.csv", *command[1:])
+    assert isinstance(result.exception, BadTraceError)
+    assert str(result.exception).startswith("t.csv:5: input_tokens: expected int >= 0")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.csv"]
+
+
+def test_validate_names_the_laws_and_how_much_they_were_checked_on():
+    shown = run("validate", "traces/data/sample.jsonl")
+    assert shown.exit_code == 0
+    assert "a block must be new once" in shown.stdout
+    laws = json.loads(run("validate", "traces/data/sample.jsonl", "--json").stdout)["laws"]
+    assert {law["name"]: law["checked"] for law in laws}["blocks = chain"] == 28_883
+
+
+def test_validate_refuses_what_loads_and_breaks_a_law(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_time_s,input_tokens,output_tokens,recorded_cached_tokens\n0,10,5,11\n")
+    assert run("inspect", path).exit_code == 0
+    error = run("validate", path).exception
+    assert isinstance(error, BadTraceError)
+    assert str(error).startswith(f"{path}:2: recorded_cached_tokens must be at most input_tokens")
+
+
+def test_a_format_can_be_forced(tmp_path, flat):
+    assert json.loads(run("inspect", flat, "--format", "canonical", "--json").stdout)["rows_read"] == 3
+    assert isinstance(run("inspect", flat, "--format", "azure").exception, BadTraceError)
+
+
+def test_long_reading_is_told_on_stderr(monkeypatch, capsys):
+    from kvfold.analysis import trace_input
+
+    monkeypatch.setattr(trace_input, "_QUIET_S", 0.0)
+    monkeypatch.setattr(trace_input, "_LINE_S", 0.0)
+    with trace_input.progress() as report:
+        report(25, 100)
+    assert capsys.readouterr().err.startswith("read 25% of 100 bytes, about ")

@@ -72,8 +72,12 @@ def test_a_byte_order_mark_changes_nothing(tmp_path, format):
         (b"", "got an empty file", None),
         (b"\x00\x01\x02\x03" * 100, "got a binary file", None),
         (b"\x7fELF" + bytes(300), "got a binary file", None),
-        (b"num_prefill_tokens,num_decode_tokens\n10,5\n", "one of the formats .* got 'num_prefill_tokens", 1),
-        (b"hello\n", "one of the formats azure, mooncake, weka, canonical, got 'hello'", 1),
+        (
+            b"num_prefill_tokens,num_decode_tokens\n10,5\n",
+            "needs arrival times, but the column arrived_at",
+            1,
+        ),
+        (b"hello\n", "one of the formats azure, .* weka, got 'hello'", 1),
         (b"[1, 2]", "one of the formats", 1),
         (b'{"a": 1}', "one of the formats", 1),
         (b'{"timestamp": 5, "input_le', "one whole JSON object", 1),
@@ -107,8 +111,8 @@ def test_a_stated_format_is_obeyed(tmp_path):
     path.write_bytes(FLAT)
     with pytest.raises(BadTraceError, match="the header must be TIMESTAMP"):
         load(path, "azure")
-    with pytest.raises(ValueError, match="format must be one of azure, mooncake, weka, canonical, got vidur"):
-        load(path, "vidur")
+    with pytest.raises(ValueError, match=r"format must be one of azure, .* weka, got vidure"):
+        load(path, "vidure")
 
 
 def test_a_folder_without_traces_is_refused(tmp_path):

@@ -20,7 +20,7 @@ from kvfold.traces.table import Meta, Trace
 
 HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 _ROW = re.compile(
-    rb"((?:19|20|21)\d\d-\d\d-\d\d)[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{1,9}))?"
+    rb"((?:19[7-9]\d|2[01]\d\d)-\d\d-\d\d)[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{1,9}))?"
     rb"(Z|[+-]\d\d:\d\d)?,(\d{1,9}),(\d{1,9})"
 )
 _EPOCH = datetime.date(1970, 1, 1)

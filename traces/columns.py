@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from kvfold.traces.table import STATUSES, WAIT_KINDS, WAIT_SOURCES, Floats, Meta, Trace
-from kvfold.traces.transform import has_coarse_clock
 
 KIND = {name: code for code, name in enumerate(WAIT_KINDS)}
 SOURCE = {name: code for code, name in enumerate(WAIT_SOURCES)}
 STATUS = {name: code for code, name in enumerate(STATUSES)}
 
-_DEFAULTS: dict[str, tuple[type[np.generic], float]] = {
+#: Type of each column of numbers, and its mark for unknown.
+DEFAULTS: dict[str, tuple[type[np.generic], float]] = {
     "source_row": (np.int64, -1),
     "session_id": (np.int32, -1),
     "turn_index": (np.int32, 0),
@@ -44,10 +45,10 @@ TEXTS = ("source_id", "model", "tenant", "tool_names")
 class Edges:
     """Parent links in row order of the child; a call's first edge is its ``parent_request_id``."""
 
-    child: list[int] = field(default_factory=list)
-    parent: list[int] = field(default_factory=list)
-    wait_s: list[float] = field(default_factory=list)
-    kind: list[int] = field(default_factory=list)
+    child: array[int] = field(default_factory=lambda: array("q"))
+    parent: array[int] = field(default_factory=lambda: array("q"))
+    wait_s: array[float] = field(default_factory=lambda: array("d"))
+    kind: array[int] = field(default_factory=lambda: array("b"))
 
     def add(self, child: int, parent: int, wait_s: float, kind: int) -> None:
         self.child.append(child)
@@ -64,7 +65,7 @@ def assemble(meta: Meta, columns: dict[str, Any], edges: Edges | None = None) ->
     rows = len(columns["input_tokens"])
     filled: dict[str, Any] = {
         name: np.asarray(columns[name], kind) if name in columns else np.full(rows, default, kind)
-        for name, (kind, default) in _DEFAULTS.items()
+        for name, (kind, default) in DEFAULTS.items()
     }
     filled |= {name: list(columns[name]) if name in columns else [""] * rows for name in TEXTS}
     edges = edges or Edges()
@@ -91,28 +92,47 @@ def by_arrival(arrival_time_s: Floats) -> list[int]:
     return np.argsort(arrival_time_s, kind="stable").tolist()
 
 
-def _remarks(trace: Trace) -> list[str]:
-    remarks = []
-    for count, text in (
-        (int((trace.output_tokens < 0).sum()), "output_tokens is unknown on {:,} calls"),
-        (int((trace.output_tokens == 0).sum()), "output_tokens is 0 on {:,} calls: kept, they have no TPOT"),
-    ):
-        if count:
-            remarks.append(text.format(count))
-    if trace.meta.hash_scope == "none":
-        remarks.append("the source has no prefix hashes: prefix sharing is unknown")
-    known = trace.arrival_time_s[~np.isnan(trace.arrival_time_s)]
-    if trace.meta.clock == "common" and len(known) >= 100:
-        gaps = np.diff(known)
-        if has_coarse_clock(trace):
-            zero = int((gaps == 0).sum())
-            remarks.append(
-                f"{zero:,} of {len(gaps):,} gaps between arrivals are 0: the source's clock is coarse, so the"
+def remarks(
+    unknown_outputs: int,
+    zero_outputs: int,
+    hashed: bool,
+    gaps: tuple[int, int, float, int] | None,
+) -> list[str]:
+    """What a reader of the numbers must know about any source.
+
+    ``gaps`` between arrivals on a common clock: how many, how many of them are 0, the most frequent one in
+    seconds, and how many are that.
+    """
+    found = []
+    if unknown_outputs:
+        found.append(f"output_tokens is unknown on {unknown_outputs:,} calls")
+    if zero_outputs:
+        found.append(f"output_tokens is 0 on {zero_outputs:,} calls: kept, they have no TPOT")
+    if not hashed:
+        found.append("the source has no prefix hashes: prefix sharing is unknown")
+    if gaps is not None and gaps[0] >= 99:
+        count, zero, often_s, often = gaps
+        if zero > count / 2:
+            found.append(
+                f"{zero:,} of {count:,} gaps between arrivals are 0: the source's clock is coarse, so the"
                 " variation of the gaps says nothing about bursts"
             )
-        values, counts = np.unique(np.round(gaps, 9), return_counts=True)
-        if values[counts.argmax()] > 0 and counts.max() > 0.99 * len(gaps):
-            remarks.append(
-                f"more than 99 % of the gaps are {values[counts.argmax()]:g} s: the arrivals look made up"
-            )
-    return remarks
+        if often_s > 0 and often > 0.99 * count:
+            found.append(f"more than 99 % of the gaps are {often_s:g} s: the arrivals look made up")
+    return found
+
+
+def _remarks(trace: Trace) -> list[str]:
+    known = trace.arrival_time_s[~np.isnan(trace.arrival_time_s)]
+    gaps = None
+    if trace.meta.clock == "common" and len(known) > 1:
+        steps_s = np.diff(known)
+        values, counts = np.unique(np.round(steps_s, 9), return_counts=True)
+        often = counts.argmax()
+        gaps = len(steps_s), int((steps_s == 0).sum()), float(values[often]), int(counts[often])
+    return remarks(
+        int((trace.output_tokens < 0).sum()),
+        int((trace.output_tokens == 0).sum()),
+        trace.meta.hash_scope != "none",
+        gaps,
+    )

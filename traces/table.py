@@ -18,7 +18,8 @@ Floats = NDArray[np.float64]
 
 #: Codes of ``wait_kind`` are positions in this tuple.
 WAIT_KINDS = ("none", "tool", "human", "subagent", "mixed", "unknown")
-#: Where a wait comes from: recorded by the client, end-to-start of two calls, or start-to-start less service.
+#: Where a wait comes from: recorded by the client, end-to-start of two calls, or start-to-start, which holds the
+#: service of the call before it, since the source has no service times.
 WAIT_SOURCES = ("none", "recorded", "end_to_start", "start_to_start")
 STATUSES = ("ok", "failed", "cancelled", "unknown")
 
