@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +48,12 @@ def print_summary(summary: dict[str, Any], json: bool) -> None:
 
 
 def _print_occupancy(held: dict[str, Any]) -> None:
-    from kvfold.analysis.out import print_table
+    from kvfold.analysis.out import print_table, say
 
     limits = list(next(iter(held["over_service"].values())))
+    if all(isnan(each) for ratios in held["over_service"].values() for each in ratios.values()):
+        say(f"KV held in waits: not measured, {held['calls_without_service']:,} calls of unknown service")
+        return
     rows = [
         (kind, *(number(each) for each in ratios.values())) for kind, ratios in held["over_service"].items()
     ]

@@ -64,7 +64,7 @@ class Recorder:
         self._idle_byte_time = 0  # cached bytes that no live sequence pins x femtoseconds
         self._host_byte_time = 0
         self._starts_s = [array("d") for _ in range(replicas)]
-        self._rows = [array("q") for _ in range(replicas)]  # as _ROW
+        self._rows = [bytearray() for _ in range(replicas)]  # as _ROW
 
     def arrived(self, call: int, replica: int, now: int) -> None:
         self._arrival_s[call] = now / FS_PER_S
@@ -112,26 +112,28 @@ class Recorder:
         """A stretch of steps begins; returns how long it takes."""
         decoding, pool = state.decoding, state.pool
         prefill_tokens = held = 0
-        for sequence, chunk in step.chunks:
-            prefill_tokens += chunk.tokens
-            held += sequence.prompt_tokens
-        if state.prefilling is not None and not step.chunks:
-            held += state.prefilling.prompt_tokens
+        if step.chunks:
+            for sequence, chunk in step.chunks:
+                prefill_tokens += chunk.tokens
+                held += sequence.prompt_tokens
+        elif state.prefilling is not None:
+            held = state.prefilling.prompt_tokens
+        origin = self._origins.get(self.origin)
+        if origin is None:
+            origin = self._origins[self.origin] = len(self._origins)
         self._starts_s[replica].append(now / FS_PER_S)
-        self._rows[replica].frombytes(
-            _ROW.pack(
-                steps,
-                first_fs,
-                growth_fs,
-                decoding.count,
-                prefill_tokens,
-                decoding.kv_tokens,
-                len(state.waiting),
-                pool.live_bytes(),
-                held,
-                pool.sequences,
-                self._origins.setdefault(self.origin, len(self._origins)),
-            )
+        self._rows[replica] += _ROW.pack(
+            steps,
+            first_fs,
+            growth_fs,
+            decoding.count,
+            prefill_tokens,
+            decoding.kv_tokens,
+            len(state.waiting),
+            pool.live_bytes(),
+            held,
+            pool.sequences,
+            origin,
         )
         return first_fs if steps == 1 else steps * first_fs + growth_fs * (steps * (steps - 1) // 2)
 
@@ -210,7 +212,7 @@ class Recorder:
     def _table(self) -> tuple[Stretches, Totals]:
         """Replica by replica, so that sums over steps do not depend on how stretches of replicas interleave."""
         starts_s = [np.asarray(starts) for starts in self._starts_s]
-        rows = [np.asarray(rows).reshape(-1, 11) for rows in self._rows]
+        rows = [np.frombuffer(rows, np.int64).reshape(-1, 11) for rows in self._rows]
         replica = np.repeat(np.arange(len(starts_s)), [len(starts) for starts in starts_s])
         # with one replica no second copy of the longest table of a run
         table = rows[0] if len(rows) == 1 else np.concatenate(rows)

@@ -84,6 +84,7 @@ class StepCost:
         False  # raise ConfigError rather than use attention or linear layers that were not measured
     )
     _bases: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    _own_pairs: dict[int, int] = field(default_factory=dict)  # by tokens of a chunk
     _segments: dict[int, tuple[list[int], list[Segment]]] = field(default_factory=dict)
 
     def work(self, decoding: DecodeSet, chunks: Sequence[Chunk]) -> Work:
@@ -161,12 +162,16 @@ class StepCost:
 
     def chunk_fs(self, chunk: Chunk) -> int:
         """Prefill attention of one chunk, over its history and over itself."""
-        own_fs = round(self._pair_fs(chunk.tokens, False) * (chunk.tokens * (chunk.tokens + 1) // 2))
-        reach = min(self.model.window_tokens, chunk.history_tokens + chunk.tokens)
-        own_fs += self.window_pair_fs * chunk.tokens * reach
-        if not chunk.history_tokens:
-            return own_fs
-        return own_fs + self.history_token_fs(chunk.tokens) * chunk.history_tokens
+        tokens, history = chunk.tokens, chunk.history_tokens
+        own_fs = self._own_pairs.get(tokens)
+        if own_fs is None:
+            own_fs = round(self._pair_fs(tokens, False) * (tokens * (tokens + 1) // 2))
+            self._own_pairs[tokens] = own_fs
+        if self.window_pair_fs:
+            own_fs += self.window_pair_fs * tokens * min(self.model.window_tokens, history + tokens)
+        if history:
+            own_fs += self.history_token_fs(tokens) * history
+        return own_fs
 
     def history_token_fs(self, chunk_tokens: int) -> int:
         """Cost of one history token for a chunk: its attention pairs, or its KV read; and the unpacking of it.

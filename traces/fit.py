@@ -16,7 +16,7 @@ from kvfold.traces.occupancy import before_in_thread
 from kvfold.traces.stats import inspect, quantiles
 from kvfold.traces.synth_agent import agents
 from kvfold.traces.synth_chat import Requests, Size, chat
-from kvfold.traces.table import Trace
+from kvfold.traces.table import Ints, Trace
 from kvfold.traces.transform import has_coarse_clock, spread_ticks
 
 #: A choice: how many clients the arrivals of a trace without names of clients come from.
@@ -184,10 +184,8 @@ def _requests(trace: Trace) -> Requests:
         sizes.append(
             Size(
                 share=float(rows.mean()),
-                input_tokens=Quantiles.of(trace.input_tokens[rows]),
-                output_tokens=Quantiles.of(
-                    trace.output_tokens[rows & known if (rows & known).any() else known]
-                ),
+                input_tokens=_at_most(trace.input_tokens[rows]),
+                output_tokens=_at_most(trace.output_tokens[rows & known if (rows & known).any() else known]),
                 continued=float(continued[rows].mean()),
                 carried=Quantiles.of(carried[more]) if more.any() else Quantiles.constant(0.0),
             )
@@ -196,3 +194,8 @@ def _requests(trace: Trace) -> Requests:
     gaps = trace.arrival_time_s[continued] - trace.arrival_time_s[parents]
     gaps = gaps[~np.isnan(gaps)]
     return Requests(tuple(sizes), system, Quantiles.of(gaps) if len(gaps) else Quantiles.constant(0.0))
+
+
+def _at_most(tokens: Ints) -> Quantiles:
+    """A table of the sample that never draws more than it holds: prompts and outputs have a limit somewhere."""
+    return Quantiles.of(tokens).up_to(float(tokens.max()))
