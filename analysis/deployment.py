@@ -73,8 +73,8 @@ def deploy(
 ) -> Deployment:
     """Look up model and GPU by name or path; raises ConfigError for what does not exist or breaks a rule.
 
-    `strict_costs` accepts measured and interpolated attention and linear layers alone, and so refuses a GPU
-    without a cost table.
+    `strict_costs` accepts measured and interpolated attention (of prompts too) and linear layers alone, and so
+    refuses a GPU without a cost table.
     """
     found_gpu = load_gpu(gpu)
     costs = cost_table(found_gpu.name)

@@ -88,13 +88,17 @@ def progress() -> Iterator[Callable[[int, int], None]]:
     import sys
     import time
 
-    started = shown = time.monotonic()
+    started = pass_started = shown = time.monotonic()
+    last = 0
     bar: Any = None
     task: Any = None
 
     def report(done: int, total: int) -> None:
-        nonlocal shown, bar, task
+        nonlocal shown, bar, task, last, pass_started
         now = time.monotonic()
+        if done < last:  # the file is read again
+            pass_started = now
+        last = done
         if now - started < _QUIET_S or not total:
             return
         if sys.stderr.isatty():
@@ -106,11 +110,11 @@ def progress() -> Iterator[Callable[[int, int], None]]:
                 bar.start()
                 task = bar.add_task("reading", total=total)
             bar.update(task, completed=done)
-        elif now - shown > _LINE_S and done:
+        elif now - max(shown, pass_started) > _LINE_S and done:
             from kvfold.analysis.out import note
 
             shown = now
-            left_s = (now - started) * (total - done) / done
+            left_s = (now - pass_started) * (total - done) / done
             note(f"read {done / total:.0%} of {total:,} bytes, about {left_s:,.0f} s to go")
 
     try:

@@ -185,9 +185,14 @@ class StepCost:
         """One query-key pair in all layers: at the measured rate of such a chunk where there is one."""
         table, model = self.costs.prefill if self.costs else None, self.model
         if table is None or model.head_dim != table.head_dim or not model.full_layers:
-            return self.pair_fs
-        layers = model.full_layers * model.q_heads / self.tp / table.q_heads
-        return layers * table.pair_fs(chunk_tokens, with_history)[0]
+            found_fs: float = self.pair_fs
+            origin = "modelled"
+        else:
+            rate_fs, origin = table.pair_fs(chunk_tokens, with_history)
+            found_fs = rate_fs * model.full_layers * model.q_heads / self.tp / table.q_heads
+        if self.strict and origin != "interpolated":
+            self._refuse(f"prefill attention of a chunk of {chunk_tokens} tokens", origin)
+        return found_fs
 
     def terms(self, sequences: int, kv_tokens: int, window_tokens: int) -> list[Term]:
         """The table of one pure decode step; the sum of `s` is `decode_fs` to within a femtosecond a row."""

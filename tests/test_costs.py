@@ -188,3 +188,14 @@ def test_prefill_of_another_head_size_stays_modelled():
     measured = step_cost(model, h200, load_sizes()["bf16"], "bf16", 1, costs)
     modelled = step_cost(model, h200, load_sizes()["bf16"], "bf16", 1)
     assert measured.chunk_fs(Chunk(2048, 4096, True)) == modelled.chunk_fs(Chunk(2048, 4096, True))
+
+
+def test_strict_costs_refuse_prompts_outside_the_measured_chunks():
+    llama, h200, costs = load_model("llama-3.1-8b"), load_gpu("h200"), cost_table("h200")
+    cost = step_cost(llama, h200, load_sizes()["bf16"], "bf16", 1, costs, strict=True)
+    assert cost.chunk_fs(Chunk(2048, 4096, True)) > 0
+    with pytest.raises(ConfigError, match="chunk of 100 tokens is extrapolated"):
+        cost.chunk_fs(Chunk(100, 0, True))
+    other = step_cost(load_model("qwen3.5-27b"), h200, load_sizes()["bf16"], "bf16", 1, costs, strict=True)
+    with pytest.raises(ConfigError, match="chunk of 2048 tokens is modelled"):
+        other.chunk_fs(Chunk(2048, 0, True))

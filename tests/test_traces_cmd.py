@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvfold.analysis.cmd_traces import app
+from kvfold.analysis.trace_input import progress
 from kvfold.traces.errors import BadTraceError
 from kvfold.traces.load import load
 
@@ -163,3 +164,16 @@ def test_long_reading_is_told_on_stderr(monkeypatch, capsys):
     with trace_input.progress() as report:
         report(25, 100)
     assert capsys.readouterr().err.startswith("read 25% of 100 bytes, about ")
+
+
+def test_a_second_reading_has_an_estimate_of_its_own(monkeypatch, capsys):
+    now_s = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    with progress() as report:
+        for at_s, done in ((100.0, 50), (200.0, 100), (201.0, 1), (300.0, 50)):
+            now_s[0] = at_s
+            report(done, 100)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "read 50% of 100 bytes, about 100 s to go"
+    assert lines[-1] == "read 50% of 100 bytes, about 99 s to go"
+    assert not any("read 1%" in line for line in lines)
