@@ -284,11 +284,13 @@ def _limits(question: Question) -> list[str]:
         f"modelled from datasheet figures at {gpu.bandwidth_efficiency:g} of the bandwidth and "
         f"{gpu.compute_efficiency:g} of the FLOP/s"
     )
+    planned = dict.fromkeys(sizes.name for sizes in (question.baseline, *question.formats))
+    measured = ", ".join(name for name in planned if costs and name in costs.attend) or "no format"
     limits = [
         f"no cost table was measured for {gpu.name}: every step time is {modelled}"
         if costs is None
-        else f"attention of {', '.join(costs.attend)} and linear layers in {', '.join(costs.linear)} come from "
-        f"{costs.source}; every other term is {modelled}",
+        else f"attention of {measured} and linear layers in {', '.join(costs.linear)} come from {costs.source}; "
+        f"every other term is {modelled}",
         "blocks take their slot, or in formats with lists sizes drawn from the measured ones, by --seed",
         "KV of generated tokens is shared with a later call only as far as the trace's own hashes say so",
         "differences below a few percent are finer than the cost model; compare signs and orders",

@@ -8,7 +8,7 @@ import pytest
 
 from kvfold.analysis import cli
 from kvfold.analysis.deployment import deploy, format_sizes
-from kvfold.analysis.plan import make_plan
+from kvfold.analysis.plan import _limits, make_plan
 from kvfold.analysis.slo import parse_slo
 from kvfold.analysis.study import Question
 from kvfold.sim.retention import Retention
@@ -177,3 +177,11 @@ def test_a_lossy_format_is_compared_and_never_recommended_over_a_lossless_one(sa
     alone = plan(question(sample, formats=("bf16", "fp8-e4m3")))
     assert alone["verdict"]["format"] == "fp8-e4m3"
     assert "fp8-e4m3 is lossy" in alone["verdict"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("formats", "named"), [(("bf16", "fixed4"), "bf16, fixed4"), (("bf16", "gaac"), "bf16")]
+)
+def test_only_measured_formats_of_the_plan_are_named_as_measured(formats, named):
+    asked = question(load(SAMPLE), formats, gpu="h200")
+    assert any(line.startswith(f"attention of {named} and linear layers") for line in _limits(asked))
