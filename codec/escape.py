@@ -37,7 +37,7 @@ import numpy as np
 from numba import njit
 
 from kvfold.codec.errors import CorruptDataError
-from kvfold.codec.packed import Packed, check_page_starts
+from kvfold.codec.packed import Packed, check_page_starts, packed_from
 from kvfold.codec.pages import PAGE_ALIGN_BYTES, aligned, check_patterns, check_sizes, check_windows
 from kvfold.codec.swar import join_patterns, load_word, split_patterns, spread, squeeze, store_word
 from kvfold.codec.windows import WIDE_WIDTH, count_outside
@@ -78,14 +78,7 @@ def encode(patterns: NDArray[np.uint16], windows: Windows, block_tokens: int, co
     room = np.empty(page_count * largest, np.uint8)
     page_starts = np.zeros(page_count + 1, np.int64)
     _encode_pages(patterns, block_tokens, bases, code_bits, main, room, page_starts)
-    return Packed(
-        shape=(kv_heads, tokens, head_dim),
-        block_tokens=block_tokens,
-        pages=room[: page_starts[-1]].copy(),
-        page_starts=page_starts,
-        tail=patterns[:, page_count * block_tokens :].copy(),
-        windows=windows,
-    )
+    return packed_from(patterns, block_tokens, room, page_starts, windows=windows)
 
 
 def decode(packed: Packed, code_bits: int) -> NDArray[np.uint16]:

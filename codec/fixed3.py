@@ -64,7 +64,7 @@ from kvfold.codec.errors import CorruptDataError
 from kvfold.codec.fixed3_heads import GROUP_ROWS, ROW_ELEMENTS, decode_head, encode_head
 from kvfold.codec.fixed3_words import LARGEST_BASE, SMALLEST_BASE, UNIT_CHANNELS, UNIT_TOKENS
 from kvfold.codec.fixed4 import AXIS_OF, Kind
-from kvfold.codec.packed import Packed, check_page_starts
+from kvfold.codec.packed import Packed, check_page_starts, packed_from
 from kvfold.codec.pages import PAGE_ALIGN_BYTES, aligned, check_patterns, check_sizes
 
 if TYPE_CHECKING:
@@ -144,14 +144,7 @@ def encode(
         room,
         page_starts,
     )
-    return Packed(
-        shape=(kv_heads, tokens, head_dim),
-        block_tokens=block_tokens,
-        pages=room[: page_starts[-1]].copy(),
-        page_starts=page_starts,
-        tail=patterns[:, page_count * block_tokens :].copy(),
-        axis=AXIS_OF[kind],
-    )
+    return packed_from(patterns, block_tokens, room, page_starts, axis=AXIS_OF[kind])
 
 
 def decode(packed: Packed) -> NDArray[np.uint16]:

@@ -66,7 +66,7 @@ from kvfold.codec.fixed4_words import (
     unpack_channel_pairs,
     unpack_token_pairs,
 )
-from kvfold.codec.packed import Axis, Packed, check_page_starts
+from kvfold.codec.packed import Axis, Packed, check_page_starts, packed_from
 from kvfold.codec.pages import PAGE_ALIGN_BYTES, check_patterns, check_sizes
 
 if TYPE_CHECKING:
@@ -121,14 +121,7 @@ def encode(
     capacity = exception_capacity(head_dim)
     contiguous = np.ascontiguousarray(patterns)
     _encode_pages(contiguous, block_tokens, capacity, kind == "v", coded_bytes, room, page_starts)
-    return Packed(
-        shape=(kv_heads, tokens, head_dim),
-        block_tokens=block_tokens,
-        pages=room[: page_starts[-1]].copy(),
-        page_starts=page_starts,
-        tail=patterns[:, page_count * block_tokens :].copy(),
-        axis=AXIS_OF[kind],
-    )
+    return packed_from(patterns, block_tokens, room, page_starts, axis=AXIS_OF[kind])
 
 
 def decode(packed: Packed) -> NDArray[np.uint16]:

@@ -48,6 +48,27 @@ class Packed:
         return np.diff(self.page_starts)
 
 
+def packed_from(
+    patterns: NDArray[np.uint16],
+    block_tokens: int,
+    room: NDArray[np.uint8],
+    page_starts: NDArray[np.int64],
+    windows: Windows | None = None,
+    axis: Axis = "channel",
+) -> Packed:
+    """The pages that an encoder wrote to the start of ``room``; tokens after the last full block stay raw."""
+    kv_heads, tokens, head_dim = patterns.shape
+    return Packed(
+        shape=(kv_heads, tokens, head_dim),
+        block_tokens=block_tokens,
+        pages=room[: page_starts[-1]].copy(),
+        page_starts=page_starts,
+        tail=patterns[:, tokens // block_tokens * block_tokens :].copy(),
+        windows=windows,
+        axis=axis,
+    )
+
+
 def check_page_starts(packed: Packed, smallest_bytes: int, align_bytes: int) -> None:
     """Every page lies inside ``pages``, has at least ``smallest_bytes`` and a multiple of ``align_bytes``.
 
