@@ -13,6 +13,7 @@ from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import load_gpu
 from kvfold.sim.memory import kv_budget
 from kvfold.sim.model import load_model
+from kvfold.sim.recorder import Recorder
 from kvfold.sim.retention import parse_retention
 from kvfold.sim.run import FS_PER_S, OUTCOMES
 from kvfold.sim.scenario import Scenario, run
@@ -146,23 +147,36 @@ def check_laws(result):
     assert result.kv["peak_bytes"] <= result.kv["capacity_bytes"]
     times = np.stack([calls.arrival_s, calls.scheduled_s, calls.first_token_s, calls.last_token_s])[:, done]
     assert (np.diff(times, axis=0) >= 0).all()
-    # no request is faster than its prompt and its tokens at the speed of light could be
     assert (result.stretches.first_step_fs > 0).all()
+    if done.any():
+        last_s = calls.last_token_s[done].max()
+        assert metrics(result, PRESETS["chat"])["makespan_s"] == last_s - np.nanmin(calls.arrival_s)
 
 
 def run_checked(monkeypatch, setup):
-    """A run that checks the pool's law before every step and the books after the last."""
-    schedule = engine_module.next_step
-    states = {}
+    """A run that checks pool, clock and the count of requests in every step, and the books after the last."""
+    schedule, take_down = engine_module.next_step, Recorder.stretch
+    states, clock = {}, [0]
 
     def checked(state, now):
-        states[id(state)] = state
+        assert now >= clock[0]
+        states[id(state)], clock[0] = state, now
         step = schedule(state, now)
         state.pool.check()
         return step
 
+    def counted(recorder, *step):
+        if len(states) == setup.replicas:
+            offered = np.count_nonzero(~np.isnan(recorder._arrival_s))
+            completed = np.count_nonzero(~np.isnan(recorder._last_token_s))
+            ended = completed + len(recorder._refusals) + len(recorder._timed_out) + len(recorder._failures)
+            inside = sum(len(state.running) + len(state.waiting) for state in states.values())
+            assert offered == ended + inside
+        return take_down(recorder, *step)
+
     with monkeypatch.context() as patched:
         patched.setattr(engine_module, "next_step", checked)
+        patched.setattr(Recorder, "stretch", counted)
         result = run(setup)
     for state in states.values():
         state.pool.check()
