@@ -119,9 +119,10 @@ def attend_kernel(
     COPY_V: gl.constexpr = gl.BlockedLayout([1, 4], [128 // U, U // 4], [WARPS, 1], [1, 0])
     COPY_RAW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     COPY_TAIL: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    QUERY: gl.constexpr = gl.BlockedLayout([8, 1], [HEAD_DIM // 8, 256 // HEAD_DIM], [1, WARPS], [0, 1])
 
-    q_channel = gl.arange(0, C, layout=gl.SliceLayout(1, B))
-    q_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, B))
+    q_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, QUERY))[None, :]
+    q_offset = q_row * HEAD_DIM + gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, QUERY))[:, None]
     sq = gl.allocate_shared_memory(gl.bfloat16, [HEAD_DIM, ROWS], PLAIN)
     k_words = gl.allocate_shared_memory(gl.uint32, [2 * U, HEAD_DIM], WORDS)  # [2 unit + plane, word]
     k_nibbles = gl.allocate_shared_memory(gl.uint32, [U, HEAD_DIM], WORDS)
@@ -198,6 +199,8 @@ def attend_kernel(
         table_ptr = packed_table_ptr + b * packed_width
         # Loaded also where it is not needed: so it waits for no count where first is known.
         page = gl.load(table_ptr + gl.minimum(first, packed_width - 1)).to(gl.int64)
+        query_ptr = q_ptr + (b * kv_heads + head) * (GROUP * HEAD_DIM)
+        query = gl.load(query_ptr + q_offset, mask=q_row < GROUP, other=0.0)
         if (first < packed_last) & (is_ahead == 0):
             record = (page * kv_heads + head) * SLOT_WORDS
             k_at = k_words_ptr + record
@@ -212,12 +215,10 @@ def attend_kernel(
             next_record = (next_page * kv_heads + (head + 1) % kv_heads) * SLOT_WORDS
             has_next = (position < end) & (gl.load(packed_counts_ptr + next_b) > 0)
             is_ahead = has_next & (first < packed_last) & (last <= packed_count)
-        q_offset = (b * kv_heads + head) * GROUP * HEAD_DIM + q_row[None, :] * HEAD_DIM + q_channel[:, None]
+        sq.store(query)
         q = ()
         for c in gl.static_range(PARTS):
-            loaded = gl.load(q_ptr + q_offset + c * C, mask=(q_row < GROUP)[None, :], other=0.0)
-            sq.slice(c * C, C).store(loaded)
-            q = q + (loaded,)  # noqa: RUF005
+            q = q + (sq.slice(c * C, C).load(B),)  # noqa: RUF005
 
         top = gl.full([ROWS], -1e30, gl.float32, layout=HEADS)
         total = gl.zeros([2 * U, ROWS], gl.float32, layout=mma)
