@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
     from kvfold.kernels.timing import Times
 
-PREFILL = ((512, 512), (2048, 2048), (8192, 8192), (32768, 32768), (512, 8192), (2048, 8192), (2048, 32768))
+# (tokens of a chunk, tokens it attends to); chunks alone, then with a history.
+PREFILL = (
+    *((tokens, tokens) for tokens in (16, 64, 128, 256, 512, 1024, 2048, 8192, 32768)),
+    *((tokens, context) for tokens in (16, 64, 256, 512, 2048) for context in (8192, 32768)),
+)
 LINEAR_TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048)
 MOST_FUSED_TOKENS, LEAST_UNPACKED_TOKENS = 64, 32  # where the two ways with 4-bit weights cross
 LINEAR_TOLERANCE = 2.0**-8  # outputs are rounded to BF16, 2^-9; so are unpacked weights
