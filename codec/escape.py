@@ -39,7 +39,14 @@ from numba import njit
 from kvfold.codec.errors import CorruptDataError
 from kvfold.codec.packed import Packed, check_page_starts, packed_from
 from kvfold.codec.pages import PAGE_ALIGN_BYTES, aligned, check_patterns, check_sizes, check_windows
-from kvfold.codec.swar import join_patterns, load_word, split_patterns, spread, squeeze, store_word
+from kvfold.codec.swar import (
+    join_patterns,
+    load_codes,
+    load_uint32,
+    split_patterns,
+    store_codes,
+    store_uint32,
+)
 from kvfold.codec.windows import WIDE_WIDTH, count_outside
 
 if TYPE_CHECKING:
@@ -157,12 +164,8 @@ def _encode_pages(
             split_patterns(flat, data[signs : signs + elements], exponent)
             _first_codes(exponent, bases[head, 0], np.uint8((1 << code_bits) - 1), codes)
             first = kv_heads * (4 + elements) + head * code_bytes
-            plane = data[first : first + code_bytes]
-            lanes = codes.view(np.uint64)
-            for octet in range(len(lanes)):
-                store_word(plane, octet * code_bits, squeeze(lanes[octet], code_bits))
-            for byte in range(4):
-                data[4 * head + byte] = np.uint8(place >> (8 * byte))
+            store_codes(codes.view(np.uint64), code_bits, data[first : first + code_bytes])
+            store_uint32(place, data, 4 * head)
             count = _places_of(codes, np.uint8((1 << code_bits) - 1), escaped)
             if code_bits == 2:
                 place, count = _write_second(exponent, bases[head], escaped, count, data, place)
@@ -257,20 +260,14 @@ def _decode_pages(
     code_bytes = elements // 8 * code_bits
     exponent, codes = np.empty(elements, np.uint8), np.empty(elements, np.uint8)
     escaped = np.empty(elements + 1, np.int64)
-    lanes = codes.view(np.uint64)
     for page in range(len(page_starts) - 1):
         data = pages[page_starts[page] : page_starts[page + 1]]
         place = main
         for head in range(kv_heads):
-            start = np.int64(0)
-            for byte in range(4):
-                start |= np.int64(data[4 * head + byte]) << (8 * byte)
-            if start != place:
+            if load_uint32(data, 4 * head) != place:
                 return page
             first = kv_heads * (4 + elements) + head * code_bytes
-            plane = data[first : first + code_bytes]
-            for octet in range(len(lanes)):
-                lanes[octet] = spread(load_word(plane, octet * code_bits), code_bits)
+            load_codes(data[first : first + code_bytes], code_bits, codes.view(np.uint64))
             for element in range(elements):
                 exponent[element] = np.uint8(codes[element] + bases[head, 0, element])
             count = _places_of(codes, np.uint8((1 << code_bits) - 1), escaped)

@@ -38,7 +38,16 @@ from numba import njit
 from kvfold.codec.errors import CorruptDataError
 from kvfold.codec.packed import Axis, Packed, check_page_starts
 from kvfold.codec.pages import PAGE_ALIGN_BYTES, check_patterns, check_sizes, check_windows, page_places
-from kvfold.codec.swar import join_patterns, load_word, split_patterns, spread, squeeze, store_word
+from kvfold.codec.swar import (
+    join_patterns,
+    load_uint32,
+    load_word,
+    split_patterns,
+    spread,
+    squeeze,
+    store_uint32,
+    store_word,
+)
 from kvfold.codec.windows import NARROW_WIDTH, WIDE_WIDTH, Windows, count_outside
 
 if TYPE_CHECKING:
@@ -269,8 +278,7 @@ def _write_pages(
             flat = (block.T.copy() if along_tokens else block).reshape(elements)
             signs = 4 * kv_heads + head * elements
             split_patterns(flat, data[signs : signs + elements], exponent)
-            for byte in range(4):
-                data[4 * head + byte] = np.uint8(head_starts[page, head] >> (8 * byte))
+            store_uint32(head_starts[page, head], data, 4 * head)
             tags = data[kv_heads * (4 + elements) + head * tag_bytes :]
             for number in range(groups):
                 tags[number // 4] |= np.uint8(modes[page, head, number] << np.uint8(2 * (number % 4)))
@@ -334,10 +342,7 @@ def _read_pages(
         data = pages[page_starts[page] : page_starts[page + 1]]
         payload = kv_heads * (4 + elements + tag_bytes)
         for head in range(kv_heads):
-            head_start = np.int64(0)
-            for byte in range(4):
-                head_start |= np.int64(data[4 * head + byte]) << (8 * byte)
-            if head_start != payload:
+            if load_uint32(data, 4 * head) != payload:
                 return page
             first_tag = kv_heads * (4 + elements) + head * tag_bytes
             tags = data[first_tag : first_tag + tag_bytes]

@@ -100,6 +100,35 @@ def spread(word: np.uint64, width: int) -> np.uint64:
 
 
 @njit(cache=True)
+def store_codes(lanes: NDArray[np.uint64], width: int, plane: NDArray[np.uint8]) -> None:
+    """Codes below ``2 ** width``, a byte each in eights, to a plane of ``width`` bytes per eight."""
+    for octet in range(len(lanes)):
+        store_word(plane, octet * width, squeeze(lanes[octet], width))
+
+
+@njit(cache=True)
+def load_codes(plane: NDArray[np.uint8], width: int, lanes: NDArray[np.uint64]) -> None:
+    """The inverse of `store_codes`."""
+    for octet in range(len(lanes)):
+        lanes[octet] = spread(load_word(plane, octet * width), width)
+
+
+@njit(cache=True)
+def store_uint32(value: int, data: NDArray[np.uint8], place: int) -> None:
+    """Four bytes, the lowest first."""
+    for byte in range(4):
+        data[place + byte] = np.uint8(value >> (8 * byte))
+
+
+@njit(cache=True)
+def load_uint32(data: NDArray[np.uint8], place: int) -> int:
+    value = 0
+    for byte in range(4):
+        value |= int(data[place + byte]) << (8 * byte)
+    return value
+
+
+@njit(cache=True)
 def split_patterns(
     patterns: NDArray[np.uint16], sign_mantissa: NDArray[np.uint8], exponent: NDArray[np.uint8]
 ) -> None:

@@ -33,7 +33,14 @@ from numba import njit
 from kvfold.codec.errors import CorruptDataError
 from kvfold.codec.packed import Packed, check_page_starts, packed_from
 from kvfold.codec.pages import PAGE_ALIGN_BYTES, aligned, check_patterns, check_sizes, check_windows
-from kvfold.codec.swar import join_patterns, load_word, split_patterns, spread, squeeze, store_word
+from kvfold.codec.swar import (
+    join_patterns,
+    load_codes,
+    load_uint32,
+    split_patterns,
+    store_codes,
+    store_uint32,
+)
 from kvfold.codec.windows import NARROW_WIDTH, count_outside
 
 if TYPE_CHECKING:
@@ -158,16 +165,13 @@ def _encode_pages(
             for element in range(elements):
                 distance[element] = np.uint8(exponent[element] - bases[head, element])
             first = kv_heads * (TABLE_BYTES + elements) + head * code_bytes
-            plane = data[first : first + code_bytes]
-            for octet in range(len(distances)):
-                codes = distances[octet] & np.uint64(0x0707070707070707)
-                store_word(plane, octet * CODE_BITS, squeeze(codes, CODE_BITS))
+            codes = distances & np.uint64(0x0707070707070707)
+            store_codes(codes, CODE_BITS, data[first : first + code_bytes])
             tags = data[kv_heads * (TABLE_BYTES + elements + code_bytes) + head * tag_bytes :]
             start = place
             place, count = _write_patches(distance, group, tags, data, place, extra)
-            for byte in range(4):
-                data[TABLE_BYTES * head + byte] = np.uint8(start >> (8 * byte))
-                data[TABLE_BYTES * head + 4 + byte] = np.uint8(count >> (8 * byte))
+            store_uint32(start, data, TABLE_BYTES * head)
+            store_uint32(count, data, TABLE_BYTES * head + 4)
             for entry in range(count):
                 element = extra[entry]
                 data[place + 2 * entry] = np.uint8(element & 0xFF)
@@ -239,16 +243,12 @@ def _decode_pages(
         data = pages[page_starts[page] : page_starts[page + 1]]
         place = main
         for head in range(kv_heads):
-            start, extras = 0, 0
-            for byte in range(4):
-                start |= int(data[TABLE_BYTES * head + byte]) << (8 * byte)
-                extras |= int(data[TABLE_BYTES * head + 4 + byte]) << (8 * byte)
+            start = load_uint32(data, TABLE_BYTES * head)
+            extras = load_uint32(data, TABLE_BYTES * head + 4)
             if start != place:
                 return page
             first = kv_heads * (TABLE_BYTES + elements) + head * code_bytes
-            plane = data[first : first + code_bytes]
-            for octet in range(len(lanes)):
-                lanes[octet] = spread(load_word(plane, octet * CODE_BITS), CODE_BITS)
+            load_codes(data[first : first + code_bytes], CODE_BITS, lanes)
             for element in range(elements):
                 exponent[element] = np.uint8(exponent[element] + bases[head, element])
             first_tag = kv_heads * (TABLE_BYTES + elements + code_bytes) + head * tag_bytes
