@@ -49,7 +49,7 @@ def replay(
     replicas: Annotated[int, typer.Option(help="Equal replicas, each with its own KV pool.")] = 1,
     router: Annotated[
         str,
-        typer.Option(help="round-robin, least-outstanding, prefix-affinity or session-sticky."),
+        typer.Option(help="round-robin, least-outstanding, fewest-calls, prefix-affinity or session-sticky."),
     ] = "round-robin",
     slo: options.SloText = "chat",
     stepwise: Annotated[

@@ -121,15 +121,20 @@ def _print(found: dict[str, Any]) -> None:
         tables: dict[str, list[tuple[str, ...]]] = {}
         for check in checks:
             run = next((name for name in runs if check["name"].startswith(f"{name} ")), None)
-            name, *others = row_of(check)
+            name, reference, ours, error, gate, verdict, origin = row_of(check)
+            others = (reference, ours, error, f"{gate}: {verdict}" if gate else "", origin)
             title = family if run is None else f"{family}: {run}"
             tables.setdefault(title, []).append((name if run is None else name[len(run) + 1 :], *others))
         for title, rows in tables.items():
-            print_table(title, ("check", "reference", "ours", "error", "gate", "", "origin"), rows)
+            print_table(title, ("check", "reference", "ours", "error", "gate", "origin"), rows)
         notes = dict.fromkeys((check["source"], check["note"]) for check in checks if check["note"])
         for source in dict.fromkeys(check["source"] for check in checks):
             said = "; ".join(dict.fromkeys(note for at, note in notes if at == source))
             say(f"source: {source}" + (f" ({said})" if len(said) < 300 and said else ""))
+            if len(said) >= 300 and family != "engine":  # a run's notes are those of its rows in the report
+                for check in checks:
+                    if check["note"] and check["source"] == source:
+                        say(f"  {check['name']}: {check['note']}")
     for run in found["runs"]:
         say(f"{run['name']}: {'; '.join(run['notes'])}; KV pool {run['kv_pool']}")
     if "fit" in found:

@@ -62,7 +62,9 @@ Model = Annotated[
 Gpu = Annotated[str, typer.Option("--gpu", help="Name from `kvfold list gpus`, or a path to a GPU file.")]
 Format = Annotated[str, typer.Option("--format", help="KV format, from `kvfold list formats`.")]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="GPUs of a tensor-parallel group.")]
-Weights = Annotated[str, typer.Option("--weights", metavar="FORMAT", help="Weights: bf16, fp8 or w4a16.")]
+Weights = Annotated[
+    str, typer.Option("--weights", metavar="FORMAT", help="Weights: bf16, fp8, w4a16 or w4a16-mlp.")
+]
 MaxContext = Annotated[
     int | None,
     typer.Option(

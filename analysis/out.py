@@ -48,6 +48,11 @@ def say(text: str) -> None:
     print(fill(text, width=80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
 
 
+# On a narrow terminal names and sentences fold, values do not.
+LEAST_NAME_WIDTH = 22
+LONGEST_VALUE = 10
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
     """A table on stdout; the first column is left-aligned, the others right-aligned."""
     from rich import box
@@ -55,18 +60,34 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=caption or None,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    console = Console(highlight=False)
+    widths = _column_widths(columns, rows, console.width)
+    for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", width=width)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console(highlight=False).print(table)
+    say(title)
+    console.print(table)
+    if caption:
+        say(caption)
+
+
+def _column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Widths that fit: the widest column gives way first, names to LEAST_NAME_WIDTH, sentences to their words."""
+    cells = [[column, *(row[index] for row in rows)] for index, column in enumerate(columns)]
+    widths = [max(map(len, each)) for each in cells]
+    least = []
+    for each in cells:
+        whole = [cell if len(cell) <= LONGEST_VALUE else max(cell.split(), key=len) for cell in each]
+        least.append(max(map(len, whole)))
+    least[0] = min(widths[0], LEAST_NAME_WIDTH)
+    while sum(widths) + 2 * len(widths) + 1 > room:
+        wide = [index for index, width in enumerate(widths) if width > least[index]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def human_bytes(count: float) -> str:

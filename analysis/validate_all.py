@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.analysis.validate import FAMILIES, Check, Family, compared
-from kvfold.analysis.validate_published import fp8, gaac
+from kvfold.analysis.validate_gaac import gaac
+from kvfold.analysis.validate_published import fp8
 from kvfold.analysis.validate_replay import (
     METRICS,
     Replay,
@@ -38,7 +39,7 @@ def engine(folder: Path | None, strict: bool = False) -> Family:
         recorded = load_run(path)
         found = replay(recorded, profiles, strict=strict)
         checks += [*checks_of(found), *_occupancy(found)]
-        if found.inferred_prefixes:
+        if found.shared_prefixes:
             checks += checks_without_prefixes(replay(recorded, profiles, strict=strict, shared={}))
         figures.append(_figures(found))
     return Family(tuple(checks), (), tuple(figures))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,9 @@ from kvfold.analysis.deployment import format_sizes
 from kvfold.analysis.latency import latency
 from kvfold.analysis.validate import Check, compared
 from kvfold.sim.errors import ConfigError
-from kvfold.sim.gpu import load_gpu
+from kvfold.sim.gpu import load_gpu, require
 from kvfold.sim.gpu import preset_names as gpu_names
-from kvfold.sim.memory import kv_budget
+from kvfold.sim.memory import ENGINE_VERSION, kv_budget
 from kvfold.sim.model import load_model
 from kvfold.sim.model import preset_names as model_names
 from kvfold.sim.profile import Profile, load_profile
@@ -60,7 +61,7 @@ class Replay:
     real: dict[str, Floats]
     ours: dict[str, Floats]
     extrapolated_share: float  # of the time of steps with decoding
-    inferred_prefixes: int
+    shared_prefixes: int  # prompts known to start with an earlier one
     notes: tuple[str, ...]
 
 
@@ -76,6 +77,10 @@ def replay(
     the table of known workloads. Raises ConfigError where the run's model, GPU or profile is not known."""
     model, gpu = _model(run_.model), _gpu(run_.hardware)
     profile, notes = _profile(profiles, run_, uneven), []
+    if model.moe_layers and profile.moe is None:
+        raise ConfigError(
+            f"{profile.source}: {model.name} has experts, and the profile has no moe.csv; profile it too"
+        )
     if profile.uneven is None:
         notes.append("uneven contexts not corrected: the profile says that its skew sweep was off")
     sizes = format_sizes("bf16")
@@ -93,14 +98,19 @@ def replay(
     budget = _budget(run_, model, gpu)
     if run_.num_gpu_blocks is None:
         notes.append(f"KV pool not recorded; {budget.kv_budget_origin}: {budget.num_units:,} blocks")
-    if run_.data_parallel > 1:
-        notes.append("data-parallel ranks are simulated apart, each as if the others had as many tokens")
+    together = run_.data_parallel > 1 and run_.expert_parallel and run_.async_scheduling
+    if together:
+        notes.append(
+            "data-parallel ranks step together: the longest rank holds up all, experts see all tokens"
+        )
+    elif run_.data_parallel > 1:
+        notes.append("data-parallel ranks run apart")
     if shared is None:
         shared = _shared_prefixes(run_.dataset_hash)
     trace = trace_of(run_, shared)
     notes.append(
-        f"{len(shared)} prompts taken to start with an earlier one (the data has no token ids: inferred from "
-        "LLMServingSim's simulation, docs/validation.md)"
+        f"{len(shared)} prompts start with an earlier one (from the workload's token ids and the hits of a prefix "
+        "cache that LLMServingSim logged: docs/validation.md)"
         if shared
         else "shared prefixes unknown: the data has no token ids"
     )
@@ -113,9 +123,10 @@ def replay(
             limits=Limits(run_.max_num_seqs, run_.max_num_batched_tokens),
             prefix_caching=run_.prefix_caching,
             replicas=run_.data_parallel,
-            router="least-outstanding",
+            router="fewest-calls",
             stepwise=True,
             async_scheduling=run_.async_scheduling,
+            lockstep_fs=cost.shared_fs if together else None,
         )
     )
     origins = simulated.attention_origin_s
@@ -127,7 +138,7 @@ def replay(
         real=_metrics(run_.arrival_s, run_.first_token_s, run_.last_token_s, run_.output_tokens),
         ours=_metrics(calls.arrival_s, calls.first_token_s, calls.last_token_s, run_.output_tokens),
         extrapolated_share=origins.get("extrapolated", 0.0) / max(sum(origins.values()), 1e-12),
-        inferred_prefixes=len(shared),
+        shared_prefixes=len(shared),
         notes=tuple(notes),
     )
 
@@ -166,7 +177,7 @@ def checks_without_prefixes(alone: Replay) -> list[Check]:
         checks.append(
             compared(
                 "engine",
-                f"{alone.run.name} {metric} without inferred prefixes: worst ({worst})",
+                f"{alone.run.name} {metric} without shared prefixes: worst ({worst})",
                 f"vLLM {alone.run.vllm_version}, recorded by LLMServingSim",
                 statistic_of(real, worst),
                 statistic_of(ours, worst),
@@ -281,7 +292,8 @@ def _profile(folder: Path, run_: EngineRun, uneven: bool | None) -> Profile:
     wanted = _plain(run_.model.rsplit("/", 1)[-1])
     candidates = sorted(path.parent for path in folder.rglob("attention.csv"))
     for path in candidates:
-        if _plain(run_.hardware) in _plain(path.name) and wanted in _plain(path.name):
+        name = _plain(str(path.relative_to(folder)))
+        if _plain(run_.hardware) in name and wanted in name:
             profile = load_profile(path, uneven)
             if profile.tp == run_.tp:
                 return profile
@@ -296,34 +308,30 @@ def _link(run_: EngineRun, gpu: GpuSpec) -> Link | None:
         return None
     if run_.link_bytes_per_s is not None and run_.link_latency_s is not None:
         return Link(run_.link_bytes_per_s, run_.link_latency_s, "given: cluster_config.json")
-    return Link(gpu.link_bytes_per_s or 0.0, COLLECTIVE_LATENCY_S, gpu.source("link_bytes_per_s"))
+    return Link(require(gpu, "link_bytes_per_s"), COLLECTIVE_LATENCY_S, gpu.source("link_bytes_per_s"))
 
 
 def _budget(run_: EngineRun, model: ModelSpec, gpu: GpuSpec) -> MemoryBudget:
-    """From the engine's own block count, one of which it keeps as a null block; else from the waterfall."""
-    blocks = run_.num_gpu_blocks
-    if blocks is not None:
-        size = (blocks - 1) * run_.block_size * model.kv_bytes_per_token(tp=run_.tp)
-        return replace(
-            kv_budget(
-                model,
-                gpu,
-                format_sizes("bf16"),
-                tp=run_.tp,
-                kv_budget_bytes=size,
-                page_tokens=run_.block_size,
-            ),
-            kv_budget_origin=f"published: the engine's {blocks:,} blocks, one of them its null block",
-        )
-    return kv_budget(
+    """Of one rank: from the engine's own block count, one of which is its null block; else from the waterfall."""
+    of_rank = partial(
+        kv_budget,
         model,
         gpu,
         format_sizes("bf16"),
         tp=run_.tp,
+        page_tokens=run_.block_size,
+        expert_ranks=run_.data_parallel if run_.expert_parallel else 1,
+    )
+    if run_.num_gpu_blocks is not None:
+        blocks = run_.num_gpu_blocks // run_.data_parallel
+        return replace(
+            of_rank(kv_budget_bytes=(blocks - 1) * run_.block_size * model.kv_bytes_per_token(tp=run_.tp)),
+            kv_budget_origin=f"published: the engine's {blocks:,} blocks, one of them its null block",
+        )
+    return of_rank(
         gpu_memory_utilization=run_.gpu_memory_utilization,
         max_num_seqs=run_.max_num_seqs,
-        page_tokens=run_.block_size,
-        engine_version=run_.vllm_version,
+        engine_version=".".join(re.findall(r"\d+", run_.vllm_version)[:2]) or ENGINE_VERSION,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from kvfold.traces.table import Floats, Ints
 FILES = ("requests.jsonl", "meta.json", "cluster_config.json")
 #: vLLM schedules a step ahead by default from this version on (vllm PR#27614, v0.14.0).
 FIRST_ASYNC_VERSION = (0, 14)
+#: Columns that a log needs to be drawn: moments, and sequences that ran and waited then.
+LOGGED = {"t", "running", "waiting"}
 #: The largest step that vLLM captures CUDA graphs for: twice the batch cap, and no more than this.
 LARGEST_GRAPH = 512
 
@@ -44,7 +47,8 @@ class Request(msgspec.Struct):
 class EngineRun:
     """Requests in order of arrival, times in seconds from the first arrival; and the engine's settings.
 
-    `num_gpu_blocks` is None where the engine's own count was not recorded. `log`: one row a second.
+    `num_gpu_blocks` is None where the engine's own count was not recorded; it is the sum over data-parallel ranks
+    (vLLM adds up what its engines report). `log`: one row a second, the ranks' together.
     """
 
     name: str
@@ -97,6 +101,7 @@ def load_run(folder: Path) -> EngineRun:
         max_num_seqs = int(settings["max_num_seqs"])
         scheduler = resolved.get("scheduler_config", {})
         graphs = resolved.get("compilation_config", {}).get("cudagraph_capture_sizes")
+        bandwidths, latencies = _numbers(cluster, "link_bw"), _numbers(cluster, "link_latency")
         clock_s = min(each.queued_ts - each.arrival_time for each in requests)
         start_s = requests[0].arrival_time + clock_s
         return EngineRun(
@@ -119,8 +124,8 @@ def load_run(folder: Path) -> EngineRun:
             ),
             vllm_version=version,
             graph_sizes=tuple(graphs) if graphs else _graph_sizes(max_num_seqs),
-            link_bytes_per_s=float(cluster["link_bw"]) * 1e9 if "link_bw" in cluster else None,
-            link_latency_s=float(cluster["link_latency"]) / 1e9 if "link_latency" in cluster else None,
+            link_bytes_per_s=1e9 * min(bandwidths) if bandwidths else None,
+            link_latency_s=max(latencies) / 1e9 if latencies else None,
             dataset_hash=str(meta.get("dataset_hash", "")),
             arrival_s=np.array([each.arrival_time + clock_s for each in requests]) - start_s,
             first_token_s=np.array([each.first_token_ts for each in requests]) - start_s,
@@ -156,16 +161,35 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
+def _numbers(cluster: dict[str, Any], key: str) -> list[float]:
+    """One number, or one for each dimension of the network; none where the configuration has none."""
+    found = cluster.get(key)
+    numbers = [float(each) for each in (found if isinstance(found, list) else [found]) if each is not None]
+    if key == "link_bw" and numbers and min(numbers) <= 0:
+        raise ValueError(f"link_bw must be above 0, got {found}")
+    return numbers
+
+
 def _log(path: Path) -> dict[str, Floats]:
-    """Columns by name; empty where the run has no log."""
+    """Columns of numbers by name; rows of one moment, from several ranks, as one. Empty without a log."""
     if not path.is_file():
         return {}
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    try:
-        return {name: np.array([float(row[name]) for row in rows]) for name in rows[0]} if rows else {}
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: not a log of numbers: {error}") from None
+    log = {}
+    for name in rows[0] if rows else ():
+        with suppress(TypeError, ValueError):  # a column of text
+            log[name] = np.array([float(row[name]) for row in rows])
+    if not log.keys() >= LOGGED:
+        return {}
+    moments, rank = np.unique(log["t"], return_inverse=True)
+    rows_each = np.bincount(rank)
+    together: dict[str, Floats] = {"t": moments}
+    for name, values in log.items():
+        if name != "t":
+            each = rows_each if name.endswith("_pct") else 1.0
+            together[name] = np.bincount(rank, values).astype(float) / each
+    return together
 
 
 def _published(path: Path) -> dict[tuple[str, str], float]:

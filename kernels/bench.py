@@ -28,7 +28,6 @@ from kvfold.kernels.bench_pages import (
     TOKEN_BYTES,
     Pool,
 )
-from kvfold.kernels.fixed4_pack import pack
 from kvfold.kernels.fixed4_unpack import unpack
 from kvfold.kernels.fused import FIXED4, FUSED
 from kvfold.kernels.gaac_attend import GaacKv
@@ -37,6 +36,7 @@ from kvfold.kernels.timing import BitsDifferError, Row, burst, distinct_results,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from kvfold.kernels.fused import Fused
     from kvfold.kernels.pages import PagedKv
     from kvfold.kernels.timing import Times
 
@@ -180,7 +180,7 @@ def _ways(pool: Pool, point: tuple[int, int], formats: Sequence[str]) -> list[Wa
         }
         # As many programs as run at once, or as divide a batch of equal sequences evenly.
         even = processors - processors % 32
-        for programs in (even, processors, 2 * even, 2 * processors) if fused.has_shares else ():
+        for programs in (even, processors, 2 * even, 2 * processors):
             launches[f"kvfold {fused.name} programs={programs}"] = partial(
                 fused.attend, q, kv, SCALE, 1, out, programs=programs
             )
@@ -277,30 +277,31 @@ def _sdpa(q: torch.Tensor, pool: Pool, batch: int, context: int) -> Iterator[tup
 
 
 def pack_tasks(device: str) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Packing and unpacking of K and V of one layer in `fixed4`, from and to raw pages."""
-    pool = Pool(max(PACK_BLOCKS) * BLOCK_TOKENS, device, ["fixed4"])
-    for blocks in PACK_BLOCKS:
-        yield f"pack {blocks} blocks", _pack_rows(pool, blocks)
+    """Packing and unpacking of K and V of one layer, from and to raw pages."""
+    pool = Pool(max(PACK_BLOCKS) * BLOCK_TOKENS, device, [fused.name for fused in FUSED])
+    for fused in FUSED:
+        for blocks in PACK_BLOCKS:
+            yield f"pack {fused.name} {blocks} blocks", _pack_rows(pool, fused, blocks)
 
 
-def _pack_rows(pool: Pool, blocks: int) -> Iterator[Row]:
+def _pack_rows(pool: Pool, fused: Fused, blocks: int) -> Iterator[Row]:
     listed, places = pool.listed[:blocks].contiguous(), pool.places[:blocks].contiguous()
-    (packed_k, packed_v), _ = pool.packed["fixed4"]
+    (packed_k, packed_v), _ = pool.packed[fused.name]
 
     def pack_both() -> None:
-        pack(pool.raw_k, listed, packed_k, places, "k", BLOCK_TOKENS)
-        pack(pool.raw_v, listed, packed_v, places, "v", BLOCK_TOKENS)
+        fused.pack(pool.raw_k, listed, packed_k, places, "k", BLOCK_TOKENS)
+        fused.pack(pool.raw_v, listed, packed_v, places, "v", BLOCK_TOKENS)
 
     def unpack_both() -> None:
-        unpack(packed_k, places, pool.raw_k, listed, "k", BLOCK_TOKENS)
-        unpack(packed_v, places, pool.raw_v, listed, "v", BLOCK_TOKENS)
+        fused.unpack(packed_k, places, pool.raw_k, listed, "k", BLOCK_TOKENS)
+        fused.unpack(packed_v, places, pool.raw_v, listed, "v", BLOCK_TOKENS)
 
-    moved = blocks * (BLOCK_TOKENS * TOKEN_BYTES + pool.block_bytes(FIXED4))
+    moved = blocks * (BLOCK_TOKENS * TOKEN_BYTES + pool.block_bytes(fused))
     for op, launch in (("pack", pack_both), ("unpack", unpack_both)):
         yield Row(
             op,
-            "fixed4",
-            f"kvfold fixed4 {op}",
+            fused.name,
+            f"kvfold {fused.name} {op}",
             *burst(launch),
             bytes=moved,
             kv_heads=KV_HEADS,

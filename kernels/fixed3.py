@@ -10,17 +10,16 @@ import torch
 from kvfold.codec.fixed3 import head_main_bytes
 from kvfold.kernels.bf16 import LOG2_E, check_query
 from kvfold.kernels.fixed3_gluon import attend_kernel
-from kvfold.kernels.fixed3_layout import BLOCK_TOKENS, CORRECTED_HEADS, HEAD_DIM, HEADS, WARPS
+from kvfold.kernels.fixed3_layout import BLOCK_TOKENS, HEAD_DIM, QUAD, QUADS, WARPS, columns
+from kvfold.kernels.fixed4_pack import check_page_tokens
 from kvfold.kernels.merge import merge_shares, merge_splits, parts_for
 from kvfold.kernels.shares import schedule
 
 if TYPE_CHECKING:
     from kvfold.kernels.pages import PagedKv
 
-MOST_GROUP = CORRECTED_HEADS
+MOST_GROUP = QUAD * QUADS[-1]
 MAIN_BYTES = head_main_bytes(BLOCK_TOKENS, HEAD_DIM)
-LARGEST_K_BASE = 191  # 2 ** (base - 64) must be a BF16 number: pages with larger ones stay raw
-LIST_UNIT_BYTES = 16  # lists start at multiples of this, and their sizes are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +30,7 @@ class Fixed3Kv:
     """
 
     pages: PagedKv
-    k_lists: torch.Tensor  # uint8 [bytes]
+    k_lists: torch.Tensor  # uint8, whose last axis is a multiple of 16
     v_lists: torch.Tensor
     k_entries: torch.Tensor  # int32 [page, kv_head], read as unsigned
     v_entries: torch.Tensor
@@ -55,7 +54,7 @@ def attend(
     pages have them: slow, and equal to the same call on raw pages by ``torch.equal``. ``has_skips`` says that the
     table has skips (a sliding window). ``exceptions=False`` leaves them out, to time what they cost: the result is
     wrong. Raises ValueError when shapes do not fit, for packed pages of other than 256 tokens, heads of other than
-    128 channels and more than 4 query heads per KV head.
+    128 channels and more than 16 query heads per KV head.
     """
     pages = kv.pages
     check_query(q, pages, MOST_GROUP)
@@ -66,10 +65,7 @@ def attend(
             f"head_dim must be {HEAD_DIM} and packed pages of {BLOCK_TOKENS} tokens, "
             f"got {head_dim} and {pages.block_tokens}"
         )
-    if pages.raw_page_tokens % 16 or BLOCK_TOKENS % pages.raw_page_tokens:
-        raise ValueError(
-            f"raw pages must hold a multiple of 16 tokens that divides {BLOCK_TOKENS}, got {pages.raw_page_tokens}"
-        )
+    check_page_tokens(pages.raw_page_tokens, BLOCK_TOKENS)
     for name, mains in (("packed_k", pages.packed_k), ("packed_v", pages.packed_v)):
         if mains.dtype != torch.uint8 or mains.shape[1:] != (pages.kv_heads, MAIN_BYTES):
             raise ValueError(
@@ -77,7 +73,9 @@ def attend(
                 f"got {mains.dtype} {list(mains.shape)}"
             )
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device) if out is None else out
-    parts, lse = parts_for(q, out, pages.kv_heads, HEADS, splits, programs)
+    quads = next(quads for quads in QUADS if QUAD * quads >= group)
+    rows = columns(quads)
+    parts, lse = parts_for(q, out, pages.kv_heads, rows, splits, programs)
     table = pages.table
     attend_kernel[(batch * pages.kv_heads * splits if programs is None else programs,)](
         q,
@@ -105,16 +103,19 @@ def attend(
         splits,
         scale * LOG2_E,
         GROUP=group,
+        QUADS=quads,
+        HEADS=rows,
         RAW_TOKENS=pages.raw_page_tokens,
         WINDOW=has_skips,
         IN_TILE=in_tile,
         EXCEPTIONS=exceptions,
         **schedule(batch, splits, programs),
         num_warps=WARPS,
-        maxnreg=128,  # two programs on a multiprocessor
+        # Shared memory has room for two programs on a multiprocessor, or for one of 16 columns.
+        maxnreg=128 if rows == 8 else 255,
     )
     if programs is not None:
-        merge_shares(parts, lse, out, pages.kv_heads, programs, HEADS, table, BLOCK_TOKENS, has_packed=True)
+        merge_shares(parts, lse, out, pages.kv_heads, programs, rows, table, BLOCK_TOKENS, has_packed=True)
     elif splits > 1:
-        merge_splits(parts, lse, out, pages.kv_heads, splits, HEADS)
+        merge_splits(parts, lse, out, pages.kv_heads, splits, rows)
     return out

@@ -26,11 +26,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvfold.kernels import fixed3_layout
 from kvfold.kernels.fixed3_layout import (
-    ADD_EXTRA,
     COPY_K,
     COPY_V,
     CORRECT_K,
-    CORRECT_V,
     LOAD_BASES,
     SCALE,
     START,
@@ -39,17 +37,19 @@ from kvfold.kernels.fixed3_layout import (
 )
 from kvfold.kernels.fixed3_steps import (
     BLOCK_TOKENS,
-    HEAD_BYTES,
     HEAD_DIM,
-    HEADS,
     WARPS,
+    add_listed_keys,
     attend_raw,
     byte_ptrs,
     copy,
+    correct_values,
     decoded,
     first_channels,
     load_weights,
+    no_sums,
     run,
+    sums_of_channels,
     true_tile,
     view,
     weigh,
@@ -64,10 +64,10 @@ share_start = gluon.jit(triton_share_start.fn)
 
 PLANE = gl.constexpr(fixed3_layout.PLANE_LINES)
 BASES = gl.constexpr(fixed3_layout.BASE_LINE)
-V = gl.constexpr(fixed3_layout.FIRST_LINES["v"])
-QUERY = gl.constexpr(fixed3_layout.FIRST_LINES["query"])
-DECAY = gl.constexpr(fixed3_layout.FIRST_LINES["decay"])
-ALL = gl.constexpr(fixed3_layout.FIRST_LINES["all"])
+V, QUERY, DECAY, ALL = (
+    gl.constexpr({quads: lines[name] for quads, lines in fixed3_layout.FIRST_LINES.items()})
+    for name in ("v", "query", "decay", "all")
+)
 POOL_MARK = gl.constexpr(0x5AC3F01D)
 
 
@@ -76,7 +76,8 @@ def _plus(a, b):
     return a + b
 
 
-@gluon.jit
+# Entries are read one by one, so their alignment makes no other kernel.
+@gluon.jit(do_not_specialize_on_alignment=["k_entries_ptr", "v_entries_ptr"])
 def attend_kernel(
     q_ptr,  # bfloat16 [batch, kv_heads * GROUP, HEAD_DIM]
     k_words_ptr,  # uint32 view of [page, kv_heads, MAIN_BYTES]
@@ -103,6 +104,8 @@ def attend_kernel(
     splits,
     scale_log2,
     GROUP: gl.constexpr,
+    QUADS: gl.constexpr,  # of heads that are corrected together
+    HEADS: gl.constexpr,  # columns: GROUP padded
     RAW_TOKENS: gl.constexpr,
     WINDOW: gl.constexpr,  # whether skips may be other than 0
     IN_TILE: gl.constexpr,
@@ -122,11 +125,11 @@ def attend_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
 
-    pool = gl.allocate_shared_memory(gl.uint32, [ALL, 32], LINE)
+    pool = gl.allocate_shared_memory(gl.uint32, [ALL[QUADS], 32], LINE)
     view(pool, 0, gl.uint32, [1], LINE).store(gl.full([1], POOL_MARK, gl.uint32, layout=THREAD))
     barrier()
     thread = gl.arange(0, 32 * WARPS, layout=THREAD)
-    run(START, thread * 0 + POOL_MARK)
+    run(START[QUADS], thread * 0 + POOL_MARK)
     barrier()
 
     q_unit = gl.arange(0, 16, layout=gl.SliceLayout(1, B))
@@ -137,10 +140,11 @@ def attend_kernel(
     # Where weights of token 2 row + place lie: its position, with bit 2 turned by bit 4.
     position = (row >> 1 & 3) * 64 + (row >> 4) * 8 + (row & 1) * 4 + (row >> 3 & 1) * 2
     position = position ^ (position >> 2 & 4)
-    line = position[:, None] * HEAD_BYTES + heads[None, :] * 2
-    extra_place = row[:, None] * 32 + heads[None, :] * 4
+    line = position[:, None] * (2 * HEADS) + heads[None, :] * 2
+    of_head = heads * 4 if QUADS == 1 else heads // 4 * 4096 + heads % 4 * 4
+    extra_place = row[:, None] * 32 + of_head[None, :]
     extra_place = gl.where((heads < GROUP)[None, :], extra_place, -1)
-    places = weight_places(B)
+    places = weight_places(B, HEADS)
     base_place = gl.arange(0, 16, layout=gl.SliceLayout(1, B)) // 4 * 8
     base_place = base_place[:, None] + gl.zeros([16, HEADS], gl.int32, layout=B)
     a_row = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, A))[:, None] + gl.zeros(
@@ -192,8 +196,8 @@ def attend_kernel(
         table_ptr = packed_table_ptr + b * packed_width
         if (first < packed_last) & (is_ahead == 0):
             here = gl.load(table_ptr + first).to(gl.int64) * kv_heads + head
-            copy(thread, k_words_ptr, here, k_lists_ptr, gl.load(k_entries_ptr + here), COPY_K)
-            copy(thread, v_words_ptr, here, v_lists_ptr, gl.load(v_entries_ptr + here), COPY_V)
+            copy(thread, k_words_ptr, here, k_lists_ptr, gl.load(k_entries_ptr + here), COPY_K[QUADS])
+            copy(thread, v_words_ptr, here, v_lists_ptr, gl.load(v_entries_ptr + here), COPY_V[QUADS])
         if EVEN:
             # The next head's first block, whose copy may start while this head's last is consumed.
             next_b = gl.minimum(b + (head + 1) // kv_heads, batch - 1)
@@ -213,17 +217,14 @@ def attend_kernel(
         mask_of_lines = (heads[None, :] < GROUP) & (channel[:, None] < HEAD_DIM)
         line_ptrs = q_ptr + q_start + heads[None, :] * HEAD_DIM + channel[:, None]
         q_lines = gl.load(line_ptrs, mask=mask_of_lines, other=0.0)
-        view(pool, QUERY, gl.bfloat16, [HEAD_DIM, HEADS], PLAIN).store(q_lines)
+        view(pool, QUERY[QUADS], gl.bfloat16, [HEAD_DIM, HEADS], PLAIN).store(q_lines)
         barrier()
 
         top = gl.full([HEADS], -1e30, gl.float32, layout=COLUMNS)
         total = gl.zeros([HEAD_DIM, HEADS], gl.float32, layout=mma)
         acc = gl.zeros([HEAD_DIM, HEADS], gl.float32, layout=mma)
         base = gl.full([HEAD_DIM], 64.0, gl.float32, layout=LINES)
-        l0 = gl.zeros([32 * WARPS], gl.float32, layout=THREAD)
-        l1 = gl.zeros([32 * WARPS], gl.float32, layout=THREAD)
-        l2 = gl.zeros([32 * WARPS], gl.float32, layout=THREAD)
-        l3 = gl.zeros([32 * WARPS], gl.float32, layout=THREAD)
+        sums = no_sums(THREAD, QUADS)
 
         if first < packed_last:
             page = gl.load(table_ptr + gl.minimum(first + 1, packed_last - 1)).to(gl.int64)
@@ -245,9 +246,10 @@ def attend_kernel(
 
                 parity = thread * 0 + done % 2
                 done += 1
-                run(WAIT_K, parity)
+                run(WAIT_K[QUADS], parity)
                 if EXCEPTIONS and not IN_TILE:
-                    run(CORRECT_K, thread)
+                    for quad in gl.static_range(QUADS):
+                        run(CORRECT_K[QUADS][quad], thread)
                 rest = view(pool, 4 * PLANE, gl.uint32, [HEAD_DIM, 16], PLAIN).load(A)
                 rest_2 = view(pool, 5 * PLANE, gl.uint16, [HEAD_DIM, 16], PLAIN).load(A)
                 words = ()
@@ -265,7 +267,7 @@ def attend_kernel(
                     bases = bases + (held,)  # noqa: RUF005
                 barrier()
                 if follows:
-                    copy(thread, k_words_ptr, unit, k_lists_ptr, k_entry, COPY_K)
+                    copy(thread, k_words_ptr, unit, k_lists_ptr, k_entry, COPY_K[QUADS])
                 k_entry = gl.load(k_entries_ptr + page * kv_heads + head)
                 s0, s1 = zero, zero
                 for plane in gl.static_range(4):
@@ -290,18 +292,7 @@ def attend_kernel(
                         s1 = mma_v2(key_1, q, s1)
                 scores = (s0, s1)
                 if EXCEPTIONS and not IN_TILE:
-                    summed = ()
-                    for place in gl.static_range(2):
-                        score = gl.inline_asm_elementwise(
-                            ADD_EXTRA[place],
-                            "=&r,=&r,r,r,r,r",
-                            [scores[place], extra_place],
-                            dtype=gl.float32,
-                            is_pure=False,
-                            pack=2,
-                        )
-                        summed = summed + (score,)  # noqa: RUF005
-                    scores = summed
+                    scores = add_listed_keys(scores, extra_place, QUADS)
                 if WINDOW:
                     skip = gl.where(block == 0, gl.load(packed_skips_ptr + b), 0)
                     kept = ()
@@ -309,37 +300,30 @@ def attend_kernel(
                         inside = (row * 2 + place >= skip)[:, None]
                         kept = kept + (gl.where(inside, scores[place], MASKED),)  # noqa: RUF005
                     scores = kept
-                top, total, decay = weigh(scores, top, total, scale_log2, line)
-                view(pool, DECAY, gl.float32, [HEADS], LINE).store(decay)
+                top, total, decay = weigh(scores, top, total, scale_log2, line, QUADS)
+                view(pool, DECAY[QUADS], gl.float32, [HEADS], LINE).store(decay)
 
-                run(WAIT_V, parity)
+                run(WAIT_V[QUADS], parity)
                 barrier()
                 if EXCEPTIONS and not IN_TILE:
-                    l0, l1, l2, l3 = gl.inline_asm_elementwise(
-                        CORRECT_V,
-                        "=&r,=&r,=&r,=&r,r,r,r,r,r",
-                        [thread, l0, l1, l2, l3],
-                        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
-                        is_pure=False,
-                        pack=1,
-                    )
+                    sums = correct_values(thread, sums, QUADS)
                 if IN_TILE:
                     new_base = gl.full([HEAD_DIM], 64.0, gl.float32, layout=LINES)
                 else:
-                    v_bases = view(pool, V + BASES, gl.uint8, [HEAD_DIM], LINE)
+                    v_bases = view(pool, V[QUADS] + BASES, gl.uint8, [HEAD_DIM], LINE)
                     new_base = v_bases.load(LINES).to(gl.float32)
                 acc = acc * decay[None, :] * gl.exp2(base - new_base)[:, None]
                 base = new_base + 0.0
-                rest = view(pool, V + 4 * PLANE, gl.uint32, [HEAD_DIM, 16], PLAIN).load(A)
-                rest_2 = view(pool, V + 5 * PLANE, gl.uint16, [HEAD_DIM, 16], PLAIN).load(A)
+                rest = view(pool, V[QUADS] + 4 * PLANE, gl.uint32, [HEAD_DIM, 16], PLAIN).load(A)
+                rest_2 = view(pool, V[QUADS] + 5 * PLANE, gl.uint16, [HEAD_DIM, 16], PLAIN).load(A)
                 words = ()
                 for plane in gl.static_range(4):
                     words = words + (  # noqa: RUF005
-                        view(pool, V + plane * PLANE, gl.uint32, [HEAD_DIM, 16], PLAIN).load(A),
+                        view(pool, V[QUADS] + plane * PLANE, gl.uint32, [HEAD_DIM, 16], PLAIN).load(A),
                     )
                 barrier()
                 if follows:
-                    copy(thread, v_words_ptr, unit, v_lists_ptr, v_entry, COPY_V)
+                    copy(thread, v_words_ptr, unit, v_lists_ptr, v_entry, COPY_V[QUADS])
                 v_entry = gl.load(v_entries_ptr + page * kv_heads + head)
                 for plane in gl.static_range(4):
                     for place in gl.static_range(4):
@@ -349,14 +333,11 @@ def attend_kernel(
                             v_position = v_position + (64 * plane + place // 2 * 4 + place % 2)
                             v_base = gl.load(v_main_ptr + 128 * BASES + a_row)
                             value = true_tile(value, a_row, v_position, v_base, v_main_ptr, v_list_ptr)
-                        acc = mma_v2(value, load_weights(places, 4 * plane + place), acc)
+                        acc = mma_v2(value, load_weights(places, 4 * plane + place, QUADS), acc)
 
         # From here on nothing is scaled by a base.
         acc = acc * gl.exp2(gl.where(first < packed_last, base - 64.0, 0.0))[:, None]
-        listed = gl.join(gl.join(l0, l2), gl.join(l1, l3)).reshape([HEAD_DIM, 2, 4])
-        listed = gl.sum(listed, 1)
-        listed = gl.join(listed, gl.zeros_like(listed)).permute([0, 2, 1]).reshape([HEAD_DIM, 8])
-        acc = acc + gl.convert_layout(listed, mma)
+        acc = acc + gl.convert_layout(sums_of_channels(sums, QUADS), mma)
 
         raw_first = gl.maximum(first, packed_count) - packed_count
         raw_last = last - packed_count
@@ -381,6 +362,7 @@ def attend_kernel(
                 gl.load(raw_skips_ptr + b),
                 scale_log2,
                 RAW_TOKENS,
+                QUADS,
                 A,
                 mma,
             )

@@ -1,11 +1,11 @@
 """Where `fixed3` blocks lie in shared memory, and the PTX that decodes words and corrects exceptions.
 
-Blocks have 256 tokens, heads 128 channels, and up to eight query heads stand side by side. Shared memory is one
+Blocks have 256 tokens, heads 128 channels, and up to 16 query heads stand side by side. Shared memory is one
 allocation in lines of 128 bytes, which PTX addresses from `global_smem`: Triton 3.6 gathers only from tensors.
 
 Two threads walk one row of a list (two tokens of K, one channel of V), every other entry each. What an exception's
 code says went through the tensor cores; the true value less that, times the query (K) or the weights (V) of four
-heads, puts it right.
+heads, a *quad*, puts it right. Everything is made for one, two or four quads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from kvfold.codec.fixed3_heads import GROUP_ROWS, MOST_IN_GROUP
 BLOCK_TOKENS = 256
 HEAD_DIM = 128
 WARPS = 8
-HEADS = 8  # columns of the products: query heads, padded
-CORRECTED_HEADS = 4
 LINE_BYTES = 128
+AT_ONCE = 2  # entries whose loads overlap; one costs 1.5 %, three are no faster
+QUAD = 4
+QUADS = (1, 2, 4)
 
 PLANE_LINES = BLOCK_TOKENS * HEAD_DIM // 4 // LINE_BYTES  # one of the four planes of byte words
 _BASES = word_bytes(BLOCK_TOKENS, HEAD_DIM)
@@ -28,19 +29,28 @@ _ENDS = _BASES + HEAD_DIM
 _LIST = head_main_bytes(BLOCK_TOKENS, HEAD_DIM)
 MAIN_LINES = _LIST // LINE_BYTES
 BASE_LINE = _BASES // LINE_BYTES
-HEAD_BYTES = 2 * HEADS  # of the query, or of weights, at one channel or token
 
 
-def _first_lines() -> dict[str, int]:
+def columns(quads: int) -> int:
+    """Columns of the products: query heads, padded."""
+    return max(8, QUAD * quads)
+
+
+def head_bytes(quads: int) -> int:
+    """Of the query, or of weights, at one channel or token."""
+    return 2 * columns(quads)
+
+
+def _first_lines(quads: int) -> dict[str, int]:
     """Where everything starts, in lines."""
     record = _LIST + 2 * HEAD_DIM // GROUP_ROWS * MOST_IN_GROUP
     sizes = {
         "k": record,
         "v": record,
-        "weights": HEAD_BYTES * BLOCK_TOKENS,  # bfloat16 [token, head], tokens by position
-        "extra": 4 * CORRECTED_HEADS * BLOCK_TOKENS,  # float32 [token, head]
-        "query": HEAD_BYTES * HEAD_DIM,  # bfloat16 [channel, head]
-        "decay": 4 * HEADS,  # float32 [head]
+        "weights": head_bytes(quads) * BLOCK_TOKENS,  # bfloat16 [token, head], tokens by position
+        "extra": 4 * QUAD * quads * BLOCK_TOKENS,  # float32 [quad, token, head of it]
+        "query": head_bytes(quads) * HEAD_DIM,  # bfloat16 [channel, head]
+        "decay": 4 * columns(quads),  # float32 [head]
         "ready": 16,  # two mbarriers: K's and V's copies are there
     }
     lines, place = {}, 0
@@ -50,8 +60,10 @@ def _first_lines() -> dict[str, int]:
     return {**lines, "all": place}
 
 
-FIRST_LINES = _first_lines()
-_PLACES = {name: line * LINE_BYTES for name, line in FIRST_LINES.items()}
+FIRST_LINES = {quads: _first_lines(quads) for quads in QUADS}
+PLACES = {
+    quads: {name: line * LINE_BYTES for name, line in lines.items()} for quads, lines in FIRST_LINES.items()
+}
 
 
 def _decode_asm(m: int) -> str:
@@ -147,20 +159,19 @@ def _loop_asm(body: str) -> str:
     return f"setp.ge.u32 p, ptr, end; @p bra DONE; NEXT: {body} setp.lt.u32 p, ptr, end; @p bra NEXT; DONE: "
 
 
-def _correct_k_asm(at_once: int) -> str:
-    """PTX of one thread of 256: corrections of one token's scores, to shared memory.
+def correct_k_asm(quads: int, quad: int, at_once: int = AT_ONCE) -> str:
+    """PTX of one thread of 256: corrections of one token's scores of a quad, to shared memory.
 
     Operand 1 is the thread; operand 0 is not used.
     """
-    record = _PLACES["k"]
+    places = PLACES[quads]
+    record, query, extra = places["k"], places["query"] + 2 * QUAD * quad, places["extra"] + 4096 * quad
     asm = "{" + _registers(at_once) + _row_asm(record, "$1")
     asm += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(8))
     body = "".join(_entry_asm(record, j) for j in range(at_once))
     for j in range(at_once):
         body += f"shr.u32 x, a{j}, 1; add.u32 t, x, sm; ld.shared.u8 b{j}, [t+{record + _BASES}]; "
-        body += (
-            f"mad.lo.u32 t, x, {HEAD_BYTES}, sm; ld.shared.v2.b32 {{q{j}, r{j}}}, [t+{_PLACES['query']}]; "
-        )
+        body += f"mad.lo.u32 t, x, {head_bytes(quads)}, sm; ld.shared.v2.b32 {{q{j}, r{j}}}, [t+{query}]; "
     for j in range(at_once):
         body += f"shl.b32 b{j}, b{j}, 23; " + _difference_asm(j, f"b{j}")
         body += f"and.b32 x, a{j}, 1; setp.ne.u32 p, x, 0; "
@@ -173,25 +184,28 @@ def _correct_k_asm(at_once: int) -> str:
     for i in range(4):
         asm += f"selp.f32 f{i}, c{i}, c{i + 4}, odd; selp.f32 c{i}, c{i + 4}, c{i}, odd; mov.b32 x, f{i}; "
         asm += f"shfl.sync.bfly.b32 x, x, 1, 31, 0xffffffff; mov.b32 f{i}, x; add.f32 c{i}, c{i}, f{i}; "
-    asm += f"st.shared.v4.f32 [t+{_PLACES['extra']}], {{c0, c1, c2, c3}}; "
+    asm += f"st.shared.v4.f32 [t+{extra}], {{c0, c1, c2, c3}}; "
     return asm + "bar.warp.sync 0xffffffff; mov.u32 $0, 0; }"
 
 
-def _correct_v_asm(at_once: int) -> str:
-    """PTX of one thread of 256: four heads' sums of half a channel's exceptions, decayed and carried on.
+def correct_v_asm(quads: int, quad: int, at_once: int = AT_ONCE) -> str:
+    """PTX of one thread of 256: a quad's sums of half a channel's exceptions, decayed and carried on.
 
     Operand 4 is the thread, operands 5 to 8 the sums so far, 0 to 3 the sums.
     """
-    record = _PLACES["v"]
+    places = PLACES[quads]
+    record, weights = places["v"], places["weights"] + 2 * QUAD * quad
     asm = "{" + _registers(at_once) + _row_asm(record, "$4")
-    asm += f"ld.shared.v4.f32 {{f0, f1, f2, f3}}, [sm+{_PLACES['decay']}]; "
+    asm += f"ld.shared.v4.f32 {{f0, f1, f2, f3}}, [sm+{places['decay'] + 4 * QUAD * quad}]; "
     asm += "".join(f"mul.f32 c{i}, f{i}, ${5 + i}; " for i in range(4))
     asm += f"shr.u32 t, $4, 1; add.u32 t, t, sm; ld.shared.u8 base, [t+{record + _BASES}]; "
     asm += "shl.b32 base, base, 23; "
     body = "".join(_entry_asm(record, j) for j in range(at_once))
     for j in range(at_once):
-        body += f"shr.u32 t, a{j}, 2; lop3.b32 t, t, 4, a{j}, 0x6A; mad.lo.u32 t, t, {HEAD_BYTES}, sm; "
-        body += f"ld.shared.v2.b32 {{q{j}, r{j}}}, [t+{_PLACES['weights']}]; "
+        body += (
+            f"shr.u32 t, a{j}, 2; lop3.b32 t, t, 4, a{j}, 0x6A; mad.lo.u32 t, t, {head_bytes(quads)}, sm; "
+        )
+        body += f"ld.shared.v2.b32 {{q{j}, r{j}}}, [t+{weights}]; "
     for j in range(at_once):
         body += _difference_asm(j, "base")
         body += "".join(f"fma.rn.f32 c{i}, f{i}, d{j}, c{i}; " for i in range(4))
@@ -199,34 +213,34 @@ def _correct_v_asm(at_once: int) -> str:
     return asm + "".join(f"mov.f32 ${i}, c{i}; " for i in range(4)) + "}"
 
 
-def _add_extra_asm(place: int) -> str:
+def _add_extra_asm(quads: int, place: int) -> str:
     """PTX that adds corrections to two neighbouring heads' scores of tokens ``2 row + place``.
 
     Operands 2 and 3 are the scores, 4 where the corrections are, negative for heads that have none.
     """
-    start = _PLACES["extra"] + 4 * CORRECTED_HEADS * place
+    start = PLACES[quads]["extra"] + 4 * QUAD * place
     asm = "{ .reg .pred p; .reg .b32 t; .reg .f32 x, y; mov.u32 t, global_smem; add.u32 t, t, $4; "
     asm += "setp.ge.s32 p, $4, 0; mov.f32 x, 0f00000000; mov.f32 y, 0f00000000; "
     return asm + f"@p ld.shared.v2.f32 {{x, y}}, [t+{start}]; add.f32 $0, $2, x; add.f32 $1, $3, y; }}"
 
 
-def _store_weights_asm(place: int) -> str:
+def _store_weights_asm(quads: int, place: int) -> str:
     """PTX that stores two neighbouring heads' weights of tokens ``2 row + place``: operand 1, to operand 2."""
-    start = _PLACES["weights"] + HEAD_BYTES * place
+    start = PLACES[quads]["weights"] + head_bytes(quads) * place
     asm = "{ .reg .b32 t; mov.u32 t, global_smem; add.u32 t, t, $2; "
     return asm + f"st.shared.b32 [t+{start}], $1; mov.u32 $0, $1; }}"
 
 
-def _load_weights_asm(m: int) -> str:
+def _load_weights_asm(quads: int, m: int) -> str:
     """PTX that loads the weights of a tile of V's pair m as operand B of an MMA, from operand 2 on."""
-    start = _PLACES["weights"] + HEAD_BYTES * (m // 4 * 64 + m % 2)
+    start = PLACES[quads]["weights"] + head_bytes(quads) * (m // 4 * 64 + m % 2)
     asm = "{ .reg .b32 t; mov.u32 t, global_smem; add.u32 t, t, $2; "
     return asm + f"ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{$0, $1}}, [t+{start}]; }}"
 
 
-def _start_asm() -> str:
+def _start_asm(quads: int) -> str:
     """PTX that makes the mbarriers, after a trap unless the allocation, of first word $1, is `global_smem`."""
-    ready = _PLACES["ready"]
+    ready = PLACES[quads]["ready"]
     asm = "{ .reg .pred p; .reg .b32 t, x; ld.shared.b32 t, [global_smem]; setp.ne.u32 p, t, $1; @p trap; "
     asm += "mov.u32 x, %tid.x; setp.eq.u32 p, x, 0; mov.u32 x, global_smem; "
     for i in range(2):
@@ -234,16 +248,16 @@ def _start_asm() -> str:
     return asm + "fence.proxy.async.shared::cta; mov.u32 $0, t; }"
 
 
-def _copy_asm(kind: str) -> str:
+def _copy_asm(quads: int, kind: str) -> str:
     """PTX of one thread that starts the copies of a head's main part, at operand 1, and list, at operand 2.
 
     Operand 3 is the list's length in units of 16 bytes.
     """
-    ready = _PLACES["ready"] + 8 * (kind == "v")
+    ready = PLACES[quads]["ready"] + 8 * (kind == "v")
     bulk = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     asm = "{ .reg .pred p; .reg .b32 x, t, size; mov.u32 x, %tid.x; setp.ne.u32 p, x, 0; @p bra DONE; "
     asm += "shl.b32 size, $3, 4; mov.u32 t, global_smem; "
-    asm += f"add.u32 x, t, {ready}; add.u32 t, t, {_PLACES[kind]}; add.u32 size, size, {_LIST}; "
+    asm += f"add.u32 x, t, {ready}; add.u32 t, t, {PLACES[quads][kind]}; add.u32 size, size, {_LIST}; "
     asm += "mbarrier.arrive.expect_tx.shared::cta.b64 _, [x], size; "
     asm += (
         f"{bulk} [t], [$1], {_LIST}, [x]; sub.u32 size, size, {_LIST}; setp.eq.u32 p, size, 0; @p bra DONE; "
@@ -252,20 +266,26 @@ def _copy_asm(kind: str) -> str:
     return asm + "DONE: mov.u32 $0, 0; }"
 
 
-def _wait_asm(kind: str) -> str:
+def _wait_asm(quads: int, kind: str) -> str:
     """PTX that waits for the copies of a block; operand 1 is the parity of the block's number in its program."""
-    ready = _PLACES["ready"] + 8 * (kind == "v")
+    ready = PLACES[quads]["ready"] + 8 * (kind == "v")
     asm = f"{{ .reg .pred p; .reg .b32 x; mov.u32 x, global_smem; add.u32 x, x, {ready}; AGAIN: "
     asm += "mbarrier.try_wait.parity.shared::cta.b64 p, [x], $1; @!p bra AGAIN; "
     return asm + "mov.u32 $0, 0; }"
 
 
-AT_ONCE = 2  # entries whose loads overlap; one costs 1.5 %, three are no faster
-CORRECT_K = gl.constexpr(_correct_k_asm(AT_ONCE))
-CORRECT_V = gl.constexpr(_correct_v_asm(AT_ONCE))
-ADD_EXTRA = gl.constexpr(tuple(_add_extra_asm(place) for place in range(2)))
-STORE_WEIGHTS = gl.constexpr(tuple(_store_weights_asm(place) for place in range(2)))
-LOAD_WEIGHTS = gl.constexpr(tuple(_load_weights_asm(m) for m in range(16)))
-START = gl.constexpr(_start_asm())
-COPY_K, COPY_V = (gl.constexpr(_copy_asm(kind)) for kind in "kv")
-WAIT_K, WAIT_V = (gl.constexpr(_wait_asm(kind)) for kind in "kv")
+# By quads, and by number.
+CORRECT_K, CORRECT_V = (
+    gl.constexpr({q: tuple(gl.constexpr(make(q, quad)) for quad in range(q)) for q in QUADS})
+    for make in (correct_k_asm, correct_v_asm)
+)
+ADD_EXTRA, STORE_WEIGHTS, LOAD_WEIGHTS = (
+    gl.constexpr({q: tuple(gl.constexpr(make(q, number)) for number in range(count)) for q in QUADS})
+    for make, count in ((_add_extra_asm, 2), (_store_weights_asm, 2), (_load_weights_asm, 16))
+)
+START = gl.constexpr({q: gl.constexpr(_start_asm(q)) for q in QUADS})
+COPY_K, COPY_V, WAIT_K, WAIT_V = (
+    gl.constexpr({q: gl.constexpr(make(q, kind)) for q in QUADS})
+    for make in (_copy_asm, _wait_asm)
+    for kind in "kv"
+)

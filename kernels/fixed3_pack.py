@@ -1,33 +1,38 @@
 """Pack raw BF16 blocks into `fixed3` main parts and lists on the device; the bytes are those of the codec.
 
-One program per block and KV head. Words are computed in tiles of pairs (`kvfold.codec.fixed3`): pair ``m`` of a
-group is of quarter ``m // 4``. For kind k a quarter is one of the channels, and a tile one of the tokens of each
-row of the list, ``[row, pair of channels]``; for kind v a tile is one of the sixteen pairs, ``[32 tokens, channel]``.
-Both ways the positions of a quarter are the 64 from ``64 quarter`` on, and those of one place of a tile's second
-(k) or first (v) axis follow one another, so that entries find their places by one scan along that axis.
+One program per block and KV head. Pairs are computed in tiles, as many in each quarter of a group's sixteen
+(`kvfold.codec.fixed3`). For kind k a quarter is one of the channels and a tile one token of each row of the list:
+``[row, pair of channels]``; for kind v a tile is one pair of every group: ``[32 tokens, channel]``. Both ways a
+quarter has 64 positions of each row.
 """
 
+# Tuples change their length in code that only Triton runs.
+# mypy: disable-error-code="assignment, misc"
+
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from kvfold.codec.fixed3 import head_main_bytes, row_count
+from kvfold.codec.fixed3 import head_main_bytes
 from kvfold.codec.fixed3_heads import GROUP_ROWS, MOST_IN_GROUP
-from kvfold.kernels.fixed4_pack import check_pages, rotate, token_starts, warps_of
+from kvfold.kernels.fixed3_lists import bit_counts, flags_of, store_list
+from kvfold.kernels.fixed3_words import store_words_k, store_words_v
+from kvfold.kernels.fixed4_pack import check_blocks, token_starts, warps_of
 
-BYTE_BITS = tl.constexpr(0x03FC03FC)
-REST_BITS = tl.constexpr(0x80038003)
 TOP_BITS = tl.constexpr(0x80008000)
 EXPONENT_BITS = tl.constexpr(0x7F807F80)
+MOST_LISTED = tl.constexpr(MOST_IN_GROUP)
+LIST_GROUP = tl.constexpr(GROUP_ROWS)
 LIST_UNIT_BYTES = 16  # lists start at multiples of this, and their sizes are
-MOST_LIST_UNITS = 1 << 24  # that an entry can count
+MOST_LIST_BYTES = LIST_UNIT_BYTES << 24  # of all lists of a side: an entry has 24 bits for a start
+HEAD_DIMS = (64, 128)
 # Of a K block: 2 ** (base - 64) must be a BF16 number. Sums of V stand as 2 ** (64 - base) of what they are, never
 # larger; from block to block they are rescaled by 2 ** (base - next base), a float32 between any two of these.
 BASES = {"k": (1, 191), "v": (65, 191)}
-MOST_LISTED = tl.constexpr(MOST_IN_GROUP)
-LIST_GROUP = tl.constexpr(GROUP_ROWS)
 
 
 @triton.jit
@@ -41,31 +46,82 @@ def pair_tile(
     HEAD_DIM: tl.constexpr,
     ALONG_TOKENS: tl.constexpr,
 ):
-    """Both patterns of each pair of one tile in a word."""
+    """Both patterns of each pair of a tile in a word."""
     if ALONG_TOKENS:
         column = tl.arange(0, HEAD_DIM)[None, :] + number * HEAD_DIM
         low = tl.load(patterns_ptr + low_start[:, None] + column).to(tl.uint16, bitcast=True)
         high = tl.load(patterns_ptr + high_start[:, None] + column).to(tl.uint16, bitcast=True)
-        word = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+        return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
     else:
         column = tl.arange(0, HEAD_DIM // 8)[None, :] + number // TILES * (HEAD_DIM // 8)
-        token_start = (low_start + number % TILES * HEAD_DIM)[:, None] // 2
-        word = tl.load(pairs_ptr + token_start + column).to(tl.uint32, bitcast=True)
-    return word
+        token_start = low_start + number % TILES * HEAD_DIM
+        return tl.load(pairs_ptr + token_start[:, None] // 2 + column).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _is_other(exponents, exponent):
+def _top_window(top_low, top_high):
+    """Bases of windows that end at the largest exponents; these plus 0x80 are in the upper halves."""
+    low = tl.maximum((tl.max(top_low, 0) >> 16) - 0x80 - 0x380, 0x80)
+    high = tl.maximum((tl.max(top_high, 0) >> 16) - 0x80 - 0x380, 0x80)
+    return (low | (high << 16)).to(tl.uint32)
+
+
+@triton.jit
+def _differs(exponents, exponent):
     """The top bit of each half whose exponent is not that one."""
     return ((exponents ^ exponent) + EXPONENT_BITS) & TOP_BITS
 
 
 @triton.jit
-def _first_base(top_low, top_high):
-    """Bases of both halves from the largest finite exponents, plus 0x80, in the upper halves of words."""
-    low = tl.maximum((tl.max(top_low, 0) >> 16) - 0x80 - 0x380, 0x80)
-    high = tl.maximum((tl.max(top_high, 0) >> 16) - 0x80 - 0x380, 0x80)
-    return (low | (high << 16)).to(tl.uint32)
+def _lower_window(words, first: tl.constexpr, count: tl.constexpr, base):
+    """How many halves have the exponent below the window, or not its last: more than all if those below win."""
+    found = tl.zeros_like(words[0])
+    for number in tl.static_range(count):
+        exponents = words[first + number] & EXPONENT_BITS
+        found += _differs(exponents, base[None, :] + 0x03800380) >> 15
+        found += (_differs(exponents, base[None, :] - 0x00800080) ^ TOP_BITS) >> 15
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _lowered(base, found, HALF_TOKENS: tl.constexpr):
+    """Bases, one less where that window takes more of its channel's elements, so many to each half."""
+    low = tl.where(((found & 0xFFFF) > HALF_TOKENS) & ((base & 0xFFFF) > 0x80), 0x80, 0)
+    high = tl.where(((found >> 16) > HALF_TOKENS) & ((base >> 16) > 0x80), 0x800000, 0)
+    return base - (low | high).to(tl.uint32)
+
+
+@triton.jit
+def _bases(words, TILES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ALONG_TOKENS: tl.constexpr):
+    """Of each quarter the bases of its pairs' halves, in the bits of a pattern."""
+    # Exponents plus 0x80: the one that is not finite becomes the most negative.
+    lows = ()
+    highs = ()
+    for quarter in tl.static_range(4):
+        low = tl.full(words[0].shape, 0x800000, tl.int32)
+        high = tl.full(words[0].shape, 0x800000, tl.int32)
+        for tile in tl.static_range(TILES):
+            raised = (words[quarter * TILES + tile] & EXPONENT_BITS) + 0x00800080
+            low = tl.maximum(low, (raised << 16).to(tl.int32, bitcast=True))
+            high = tl.maximum(high, raised.to(tl.int32, bitcast=True))
+        lows = lows + (low,)  # noqa: RUF005
+        highs = highs + (high,)  # noqa: RUF005
+    if ALONG_TOKENS:
+        top = tl.maximum(lows[0], highs[0])
+        for quarter in tl.static_range(1, 4):
+            top = tl.maximum(top, tl.maximum(lows[quarter], highs[quarter]))
+        base = _top_window(top, top)
+        found = _lower_window(words, 0, 16, base)
+        found = (found & 0xFFFF) + (found >> 16)
+        base = _lowered(base, found | (found << 16), BLOCK_TOKENS)
+        return (base, base, base, base)
+    else:
+        bases = ()
+        for quarter in tl.static_range(4):
+            base = _top_window(lows[quarter], highs[quarter])
+            found = _lower_window(words, quarter * TILES, TILES, base)
+            bases = bases + (_lowered(base, found, BLOCK_TOKENS),)  # noqa: RUF005
+        return bases
 
 
 @triton.jit
@@ -74,34 +130,9 @@ def _codes(word, base):
     distance = (word | TOP_BITS) - base  # 0x8000 more than magnitude - base
     offset = distance & 0x7FFF7FFF
     out = ((distance ^ TOP_BITS) | (offset + 0x7C007C00)) & TOP_BITS
-    moved = (word & 0x00FF00FF) << 2
-    kept = offset | (word & TOP_BITS)
     is_out = out | (out - (out >> 15))
-    return kept ^ ((kept ^ moved) & is_out), out
-
-
-@triton.jit
-def _add_rest(first, second, third, code, m: tl.constexpr):
-    """The three rest words of groups with the bits of their pair m."""
-    if m == 15:
-        first |= (code >> 1) & 0x40004000
-        second |= (code & 0x00010001) << 14
-        third |= (code & 0x00020002) << 13
-    else:
-        bits = rotate(code & REST_BITS, 3 * (m % 5))
-        if m // 5 == 0:
-            first |= bits
-        elif m // 5 == 1:
-            second |= bits
-        else:
-            third |= bits
-    return first, second, third
-
-
-@triton.jit
-def _columns(word, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Even and odd columns apart."""
-    return tl.split(tl.reshape(word, (ROWS, COLUMNS // 2, 2)))
+    kept = offset | (word & TOP_BITS)
+    return kept ^ ((kept ^ ((word & 0x00FF00FF) << 2)) & is_out), out
 
 
 @triton.jit
@@ -123,80 +154,216 @@ def _pack_kernel(
     LIST_BYTES: tl.constexpr,
     LOWEST_BASE: tl.constexpr,
     HIGHEST_BASE: tl.constexpr,
+    LIST_TILE: tl.constexpr,  # a power of two that holds the entries of a list
     ALONG_TOKENS: tl.constexpr,
 ):
     block = tl.program_id(0)
     head = tl.program_id(1)
-    LIST_ROW_TOKENS: tl.constexpr = 256 // HEAD_DIM
-    TILE_TOKENS: tl.constexpr = 32 if ALONG_TOKENS else max(LIST_ROW_TOKENS, 2)
-    ROWS: tl.constexpr = BLOCK_TOKENS // TILE_TOKENS
+    ROW_TOKENS: tl.constexpr = 32 if ALONG_TOKENS else 256 // HEAD_DIM
+    ROWS: tl.constexpr = BLOCK_TOKENS // ROW_TOKENS
+    TILES: tl.constexpr = 4 if ALONG_TOKENS else ROW_TOKENS
     COLUMNS: tl.constexpr = HEAD_DIM if ALONG_TOKENS else HEAD_DIM // 8
-    TILES: tl.constexpr = 4 if ALONG_TOKENS else TILE_TOKENS  # of a quarter
-    SCAN: tl.constexpr = 0 if ALONG_TOKENS else 1
     PLANE: tl.constexpr = BLOCK_TOKENS * HEAD_DIM // 16
-    first_token = tl.arange(0, ROWS) * TILE_TOKENS
+    first_token = tl.arange(0, ROWS) * ROW_TOKENS
     block_pages_ptr = pages_ptr + block * (BLOCK_TOKENS // PAGE_TOKENS)
     low_start = token_starts(block_pages_ptr, first_token, head, kv_heads, PAGE_TOKENS, HEAD_DIM)
     high_start = low_start
     if ALONG_TOKENS:
         high_start = token_starts(block_pages_ptr, first_token + 16, head, kv_heads, PAGE_TOKENS, HEAD_DIM)
-
-    # Bases, by quarter. Exponents plus 0x80: the one that is not finite becomes the most negative.
     words = ()
-    bases = ()
-    none = tl.full([ROWS, COLUMNS], 0x800000, tl.int32)
-    top_low = none
-    top_high = none
     for number in tl.static_range(4 * TILES):
         word = pair_tile(
             pairs_ptr, patterns_ptr, low_start, high_start, number, TILES, HEAD_DIM, ALONG_TOKENS
         )
-        words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005
-        raised = (word & EXPONENT_BITS) + 0x00800080
-        top_low = tl.maximum(top_low, (raised << 16).to(tl.int32, bitcast=True))
-        top_high = tl.maximum(top_high, raised.to(tl.int32, bitcast=True))
-        if not ALONG_TOKENS and number % TILES == TILES - 1:
-            bases = bases + (_first_base(top_low, top_high),)  # type: ignore[assignment]  # noqa: RUF005
-            top_low = none
-            top_high = none
-    if ALONG_TOKENS:
-        top_low = tl.maximum(top_low, top_high)
-        base = _first_base(top_low, top_low)
-        bases = (base, base, base, base)  # type: ignore[assignment]
-    lower = ()
-    more = tl.zeros([ROWS, COLUMNS], tl.uint32)
-    for number in tl.static_range(4 * TILES):
-        base = bases[number // TILES][None, :]
-        exponents = words[number] & EXPONENT_BITS
-        more += _is_other(exponents, base + 0x03800380) >> 15
-        more += (_is_other(exponents, base - 0x00800080) ^ TOP_BITS) >> 15
-        if not ALONG_TOKENS and number % TILES == TILES - 1:
-            lower = lower + (tl.sum(more, 0),)  # type: ignore[assignment]  # noqa: RUF005
-            more = tl.zeros([ROWS, COLUMNS], tl.uint32)
-    if ALONG_TOKENS:
-        both = tl.sum(more, 0)
-        both = (both & 0xFFFF) + (both >> 16)
-        both |= both << 16
-        lower = (both, both, both, both)  # type: ignore[assignment]
+        words = words + (word,)  # noqa: RUF005
+    bases = _bases(words, TILES, BLOCK_TOKENS, ALONG_TOKENS)
+
     slot = tl.load(places_ptr + block).to(tl.int64) * kv_heads + head
-    base_ptr = bytes_ptr + slot * MAIN_BYTES + 22 * PLANE + tl.arange(0, COLUMNS) * (HEAD_DIM // 4 // COLUMNS)
-    chosen = ()
-    lowest = 255
-    highest = 0
-    for quarter in tl.static_range(4):
-        base = bases[quarter]
-        # Elements with the exponent below, and those without the last: more than all if the former win.
-        down = tl.where(((lower[quarter] & 0xFFFF) > BLOCK_TOKENS) & ((base & 0xFFFF) > 0x80), 0x80, 0)
-        down |= tl.where(((lower[quarter] >> 16) > BLOCK_TOKENS) & ((base >> 16) > 0x80), 0x800000, 0)
-        base -= down.to(tl.uint32)
-        chosen = chosen + (base,)  # type: ignore[assignment]  # noqa: RUF005
-        low = ((base >> 7) & 0xFF).to(tl.int32)
-        high = (base >> 23).to(tl.int32)
-        lowest = tl.minimum(lowest, tl.min(tl.minimum(low, high), 0))
-        highest = tl.maximum(highest, tl.max(tl.maximum(low, high), 0))
+    main_ptr = words_ptr + slot * (MAIN_BYTES // 4)
+    base_ptr = bytes_ptr + slot * MAIN_BYTES + 22 * PLANE
+    lowest = tl.full([COLUMNS], 255, tl.uint32)
+    highest = tl.zeros([COLUMNS], tl.uint32)
+    for quarter in tl.static_range(1 if ALONG_TOKENS else 4):
+        low = (bases[quarter] >> 7) & 0xFF
+        high = bases[quarter] >> 23
+        lowest = tl.minimum(lowest, tl.minimum(low, high))
+        highest = tl.maximum(highest, tl.maximum(low, high))
         if ALONG_TOKENS:
-            if quarter == 0:
-                tl.store(bytes_ptr + slot * MAIN_BYTES + 22 * PLANE + tl.arange(0, COLUMNS), low.to(tl.uint8))
+            tl.store(base_ptr + tl.arange(0, COLUMNS), low.to(tl.uint8))
         else:
-            tl.store(base_ptr + quarter * (HEAD_DIM // 4), low.to(tl.uint8))
-            tl.store(base_ptr + quarter * (HEAD_DIM // 4) + 1, high.to(tl.uint8))
+            channel = tl.arange(0, 2 * COLUMNS) + quarter * (2 * COLUMNS)
+            tl.store(base_ptr + channel, tl.interleave(low, high).to(tl.uint8))
+
+    # Flags and ends of their words lie where words will be.
+    flags_ptr = main_ptr
+    ends_ptr = main_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + PLANE
+    LIST_ROWS: tl.constexpr = COLUMNS if ALONG_TOKENS else ROWS
+    QUARTER_WORDS: tl.constexpr = max(1, ROWS // 4) if ALONG_TOKENS else 2
+    ROW_WORDS: tl.constexpr = 4 * QUARTER_WORDS
+    row = tl.arange(0, LIST_ROWS)
+    for quarter in tl.static_range(4):
+        outs = ()
+        for tile in tl.static_range(TILES):
+            _, out = _codes(words[quarter * TILES + tile], bases[quarter][None, :])
+            outs = outs + (out,)  # noqa: RUF005
+        place = tl.arange(0, QUARTER_WORDS)[None, :] + quarter * QUARTER_WORDS
+        tl.store(flags_ptr + row[:, None] * ROW_WORDS + place, flags_of(outs, TILES, ALONG_TOKENS))
+    tl.debug_barrier()
+    place = row[:, None] * ROW_WORDS + tl.arange(0, ROW_WORDS)[None, :]
+    _, _, _, _, set_bits = bit_counts(tl.load(flags_ptr + place))
+    set_bits = set_bits.to(tl.int32)
+    row_counts = tl.sum(set_bits, 1)
+    row_ends = tl.cumsum(row_counts, 0)
+    tl.store(ends_ptr + place, tl.cumsum(set_bits, 1) + (row_ends - row_counts)[:, None])
+    GROUP: tl.constexpr = min(LIST_ROWS, LIST_GROUP)
+    ends = tl.cumsum(tl.reshape(row_counts, (LIST_ROWS // GROUP, GROUP)), 1)
+    tl.store(base_ptr + HEAD_DIM + row, tl.reshape(ends, (LIST_ROWS,)).to(tl.uint8))
+    if LIST_ROWS < HEAD_DIM:
+        no_row = tl.arange(0, HEAD_DIM)
+        tl.store(base_ptr + HEAD_DIM + no_row, tl.zeros([HEAD_DIM], tl.uint8), mask=no_row >= LIST_ROWS)
+    count = tl.sum(row_counts, 0)
+    fits = (count <= LIST_BYTES // 2) & (tl.max(tl.max(ends, 1), 0) <= MOST_LISTED)
+    fits = fits & (tl.min(lowest, 0) >= LOWEST_BASE) & (tl.max(highest, 0) <= HIGHEST_BASE)
+    units = (count + 7) // 8
+    tl.debug_barrier()
+    if fits:
+        store_list(
+            lists_ptr + slot * (LIST_BYTES // 2),
+            count,
+            flags_ptr,
+            ends_ptr,
+            patterns_ptr,
+            block_pages_ptr,
+            head,
+            kv_heads,
+            LIST_ROWS,
+            ROW_WORDS,
+            PAGE_TOKENS,
+            HEAD_DIM,
+            LIST_TILE,
+            ALONG_TOKENS,
+        )
+    tl.debug_barrier()
+
+    codes = ()
+    for number in tl.static_range(4 * TILES):
+        # Loaded again: to keep them takes more registers than there are.
+        word = pair_tile(
+            pairs_ptr, patterns_ptr, low_start, high_start, number, TILES, HEAD_DIM, ALONG_TOKENS
+        )
+        code, _ = _codes(word, bases[number // TILES][None, :])
+        codes = codes + (code,)  # noqa: RUF005
+    if ALONG_TOKENS:
+        store_words_v(main_ptr, codes, PLANE)
+    else:
+        for pair in tl.static_range(TILES // 2):
+            store_words_k(main_ptr, codes, pair, TILES, PLANE)
+    units = tl.where(fits, units, 0).to(tl.int64)
+    tl.store(entries_ptr + slot, (slot * (LIST_BYTES // 16) << 8 | units).to(tl.int32))
+    tl.store(
+        counts_ptr + block * kv_heads + head, tl.where(fits, count, tl.maximum(count, LIST_BYTES // 2 + 1))
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """K or V of packed pages: main parts, lists in slots of one size, and where attention finds these.
+
+    An entry is ``start << 8 | length`` of a list, in units of 16 bytes.
+    """
+
+    mains: torch.Tensor  # uint8 [page, kv_head, head_main_bytes]
+    lists: torch.Tensor  # uint8 [page, kv_head, list_bytes]
+    entries: torch.Tensor  # int32 [page, kv_head], read as unsigned
+
+
+def empty_slots(
+    pages: int, kv_heads: int, block_tokens: int, head_dim: int, list_bytes: int, device: torch.device
+) -> Slots:
+    """Room for so many pages."""
+    main = head_main_bytes(block_tokens, head_dim)
+    return Slots(
+        torch.empty((pages, kv_heads, main), dtype=torch.uint8, device=device),
+        torch.empty((pages, kv_heads, list_bytes), dtype=torch.uint8, device=device),
+        torch.zeros((pages, kv_heads), dtype=torch.int32, device=device),
+    )
+
+
+def pack(
+    raw: torch.Tensor,
+    raw_pages: torch.Tensor,
+    slots: Slots,
+    places: torch.Tensor,
+    kind: str,
+    block_tokens: int,
+) -> torch.Tensor:
+    """Pack blocks of raw pages into ``slots``; returns the exceptions found, int32 ``[block, kv_head]``.
+
+    ``raw`` is ``bfloat16 [page, kv_head, page_token, head_dim]``, ``raw_pages`` int32 ``[block, page of it]``,
+    ``places`` int32 ``[block]`` says which of the slots to fill; kind is ``k`` or ``v``. Nothing is written behind
+    a list. A block with more exceptions in any head than ``list_bytes // 2`` must stay raw: its slots then hold no
+    complete list. For a head that the codec leaves raw, with more than 255 exceptions in 32 rows, or whose bases
+    attention cannot take (`BASES`), at least one more than that is returned. Raises ValueError for shapes, types
+    or sizes that do not fit.
+    """
+    arguments = check_pages(raw, raw_pages, slots, places, kind, block_tokens)
+    lowest, highest = BASES[kind]
+    counts = torch.empty((len(places), raw.shape[1]), dtype=torch.int32, device=raw.device)
+    if len(places):
+        _pack_kernel[(len(places), raw.shape[1])](
+            raw.view(torch.int32),
+            raw.view(torch.int16),
+            raw_pages,
+            slots.mains.view(torch.uint32),
+            slots.mains,
+            slots.lists.view(torch.int16),
+            slots.entries,
+            places,
+            counts,
+            raw.shape[1],
+            **arguments,
+            LOWEST_BASE=lowest,
+            HIGHEST_BASE=highest,
+            num_warps=warps_of(block_tokens, raw.shape[3]),
+            maxnreg=128,  # two programs on a multiprocessor
+        )
+    return counts
+
+
+def check_pages(
+    raw: torch.Tensor,
+    raw_pages: torch.Tensor,
+    slots: Slots,
+    places: torch.Tensor,
+    kind: str,
+    block_tokens: int,
+) -> dict[str, int | bool]:
+    """The constants that the kernels are compiled for; ValueError for shapes, types or sizes that do not fit."""
+    packed = {
+        "mains": (slots.mains, torch.uint8, 3),
+        "lists": (slots.lists, torch.uint8, 3),
+        "entries": (slots.entries, torch.int32, 2),
+    }
+    check_blocks(raw, raw_pages, places, kind, block_tokens, HEAD_DIMS, packed)
+    _, kv_heads, page_tokens, head_dim = raw.shape
+    main, list_bytes, pages = head_main_bytes(block_tokens, head_dim), slots.lists.shape[2], len(slots.mains)
+    for name, tensor, expected in (
+        ("mains", slots.mains, (pages, kv_heads, main)),
+        ("lists", slots.lists, (pages, kv_heads, list_bytes)),
+        ("entries", slots.entries, (pages, kv_heads)),
+    ):
+        if tensor.shape != expected:
+            raise ValueError(f"{name} must be {list(expected)}, got {list(tensor.shape)}")
+    if list_bytes % LIST_UNIT_BYTES or not 0 < list_bytes < 256 * LIST_UNIT_BYTES:
+        raise ValueError(f"a list must have a multiple of 16 bytes up to 4,080, got {list_bytes}")
+    if slots.lists.numel() > MOST_LIST_BYTES:
+        raise ValueError(f"lists must have at most {MOST_LIST_BYTES} bytes in all, got {slots.lists.numel()}")
+    return {
+        "BLOCK_TOKENS": block_tokens,
+        "PAGE_TOKENS": page_tokens,
+        "HEAD_DIM": head_dim,
+        "MAIN_BYTES": main,
+        "LIST_BYTES": list_bytes,
+        "LIST_TILE": triton.next_power_of_2(list_bytes // 2),
+        "ALONG_TOKENS": kind == "v",
+    }

@@ -1,115 +1,95 @@
-"""`fixed3` pages of the codec as pools: main parts of one size, lists one after another, and who has which."""
+"""A case's tokens, or a pool's, as `fixed3` pages, packed on the device; and what the codec makes of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvfold.codec import fixed3 as codec
-from kvfold.kernels.fixed3 import LARGEST_K_BASE, LIST_UNIT_BYTES, Fixed3Kv
-from kvfold.kernels.inputs import POISON, Drawn, patterns_of, raw_pages, tables
+from kvfold.codec.fixed3 import head_main_bytes
+from kvfold.kernels.fixed3 import Fixed3Kv
+from kvfold.kernels.fixed3_pack import LIST_UNIT_BYTES, Slots, empty_slots, pack
+from kvfold.kernels.inputs import POISON, Drawn, raw_pages, tables
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from kvfold.codec.packed import Packed
     from kvfold.kernels.pages import BlockTable, PagedKv
 
-# Sums of V stand as 2 ** (64 - base) of what they are, never larger; from block to block they are rescaled by
-# 2 ** (base - next base), which is a float32 between any two of these.
-V_BASES = (65, 191)
-MOST_LIST_UNITS = 1 << 24  # that an entry can count
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """K or V of pages of one format; what a raw page has of a main part and a list is not used."""
-
-    mains: NDArray[np.uint8]  # [page, kv_head, main_bytes]
-    lists: NDArray[np.uint8]  # [bytes]
-    entries: NDArray[np.int64]  # [page, kv_head], start << 8 | length, in units of 16 bytes
-    exceptions: NDArray[np.int64]  # [page]
-    is_raw: NDArray[np.bool_]  # [page]
-
-
-def encode_side(patterns: NDArray[np.uint16], block_tokens: int, kind: codec.Kind) -> Side:
-    """Patterns ``[kv_head, token, head_dim]``, whole blocks of them, by the codec."""
-    kv_heads, _, head_dim = patterns.shape
-    packed = codec.encode(patterns, None, block_tokens, kind)
-    pages, main = packed.page_count, codec.head_main_bytes(block_tokens, head_dim)
-    mains = np.zeros((pages, kv_heads, main), np.uint8)
-    is_raw = packed.page_bytes == 2 * packed.page_elements
-    lists = [np.zeros(LIST_UNIT_BYTES, np.uint8)]  # pages without exceptions still need a list to point to
-    for page in np.flatnonzero(~is_raw):
-        data = packed.pages[packed.page_starts[page] : packed.page_starts[page + 1]]
-        mains[page] = data[: kv_heads * main].reshape(kv_heads, main)
-        lists.append(data[kv_heads * main :])
-    rows = codec.row_count(block_tokens, head_dim)
-    ends = mains[:, :, codec.word_bytes(block_tokens, head_dim) + head_dim :][:, :, :rows]
-    counts = ends[:, :, codec.GROUP_ROWS - 1 :: codec.GROUP_ROWS].astype(np.int64).sum(2)  # [page, kv_head]
-    units = (2 * counts + LIST_UNIT_BYTES - 1) // LIST_UNIT_BYTES
-    starts = 1 + np.cumsum(units).reshape(units.shape) - units
-    words = codec.word_bytes(block_tokens, head_dim)
-    bases = mains[:, :, words : words + head_dim]  # [page, kv_head, head_dim]
-    lowest, highest = (0, LARGEST_K_BASE) if kind == "k" else V_BASES
-    is_raw |= ((bases < lowest) | (bases > highest)).any(axis=(1, 2))
-    return Side(mains, np.concatenate(lists), starts << 8 | units, counts.sum(1), is_raw)
+LIST_BYTES = (
+    1280  # of a slot: 640 exceptions among 32,768 elements; the samples' longest lists have 352 to 672
+)
 
 
 def pack_fixed3(drawn: Drawn) -> tuple[Fixed3Kv, Fixed3Kv, int]:
-    """The pages in `fixed3`, the same tokens as raw pages only, and how many exceptions the packed ones list."""
-    case, device = drawn.case, drawn.q.device
-    k_patterns, v_patterns = drawn.patterns()
-    k, v = encode_side(k_patterns, case.block_tokens, "k"), encode_side(v_patterns, case.block_tokens, "v")
-    table, only_raw = tables(drawn, (k.is_raw | v.is_raw).tolist())
+    """The pages in `fixed3`, the same tokens as raw pages only, and how many exceptions the packed ones list.
+
+    Blocks that do not fit are raw in both.
+    """
+    case, listed, device = drawn.case, drawn.listed(), drawn.q.device
+    places = torch.arange(len(listed), dtype=torch.int32, device=device)
+    sides, counts = [], []
+    for kind, raw in (("k", drawn.raw_k), ("v", drawn.raw_v)):
+        memory = empty_slots(
+            len(listed) + 2, case.kv_heads, case.block_tokens, case.head_dim, LIST_BYTES, device
+        )
+        memory.mains.fill_(POISON)
+        memory.lists.fill_(POISON)
+        sides.append(Slots(memory.mains[1:-1], memory.lists[1:-1], memory.entries[1:-1]))
+        counts.append(pack(raw, listed, sides[-1], places, kind, case.block_tokens))
+    most = torch.maximum(*counts)
+    table, only_raw = tables(drawn, most.amax(1).gt(LIST_BYTES // 2).tolist() if len(listed) else [])
     used = [table.packed_pages[b, : int(table.packed_counts[b])] for b in range(table.batch)]
-    exceptions = int((k.exceptions + v.exceptions)[torch.cat(used).cpu().numpy()].sum())
-    guarded = []
-    for side in (k, v):
-        memory = np.full((len(side.mains) + 2, *side.mains.shape[1:]), POISON, np.uint8)
-        memory[1:-1] = side.mains
-        guarded.append(torch.from_numpy(memory).to(device)[1:-1])
-    kv = Fixed3Kv(
-        replace(raw_pages(drawn), packed_k=guarded[0], packed_v=guarded[1], table=table),
-        *(torch.from_numpy(side.lists).to(device) for side in (k, v)),
-        *(_as_words(side.entries, device) for side in (k, v)),
-    )
+    exceptions = int((counts[0] + counts[1])[torch.cat(used).long()].sum())
+    kv = _as_pages(sides[0], sides[1], replace(raw_pages(drawn), table=table))
     return kv, replace(kv, pages=kv.pages.with_table(only_raw)), exceptions
 
 
 def fill_fixed3(
-    raw_k: torch.Tensor, raw_v: torch.Tensor, listed: torch.Tensor, block_tokens: int, encoded: int = 32
-) -> tuple[tuple[torch.Tensor, ...], int]:
-    """As many packed blocks as are listed, and the bytes of one: the first few encoded, over and over.
+    raw_k: torch.Tensor, raw_v: torch.Tensor, listed: torch.Tensor, block_tokens: int
+) -> tuple[tuple[Slots, Slots], int]:
+    """All listed blocks packed, and the mean bytes of one that attention reads, K and V, all heads.
 
-    Lists are repeated with their pages, as far as entries can count.
+    Raises ValueError if any must stay raw.
     """
+    places = torch.arange(len(listed), dtype=torch.int32, device=raw_k.device)
+    _, kv_heads, _, head_dim = raw_k.shape
     sides, size = [], 0
-    count = len(listed)
-    few = min(encoded, count)
-    kinds: tuple[codec.Kind, ...] = ("k", "v")
-    for kind, raw in zip(kinds, (raw_k, raw_v), strict=True):
-        side = encode_side(patterns_of(raw[listed[:few].long().flatten()]), block_tokens, kind)
-        if side.is_raw.any():
-            raise ValueError(f"{int(side.is_raw.sum())} of {few} blocks do not fit `fixed3`")
-        number = torch.arange(count, device=raw.device)
-        repeats = min(-(-count // few), MOST_LIST_UNITS * LIST_UNIT_BYTES // len(side.lists))
-        shift = (number // few % repeats * (len(side.lists) // LIST_UNIT_BYTES)) << 8
-        mains = torch.from_numpy(side.mains).to(raw.device)[number % few]
-        entries = torch.from_numpy(side.entries).to(raw.device)[number % few] + shift[:, None]
-        lists = torch.from_numpy(side.lists).to(raw.device).repeat(repeats)
-        sides.append((mains, lists, _as_words(entries.cpu().numpy(), raw.device)))
-        size += side.mains[0].nbytes + round(16 * (side.entries & 0xFF).sum() / few)
-    (mains_k, lists_k, entries_k), (mains_v, lists_v, entries_v) = sides
-    return (mains_k, mains_v, lists_k, lists_v, entries_k, entries_v), size
+    for kind, raw in (("k", raw_k), ("v", raw_v)):
+        slots = empty_slots(len(listed), kv_heads, block_tokens, head_dim, LIST_BYTES, raw.device)
+        counts = pack(raw, listed, slots, places, kind, block_tokens)
+        if overfull := int(counts.amax(1).gt(LIST_BYTES // 2).sum()):
+            raise ValueError(f"{overfull} of {len(listed)} blocks do not fit `fixed3`")
+        units = (slots.entries & 0xFF).sum().item() / len(listed)
+        size += kv_heads * head_main_bytes(block_tokens, head_dim) + round(LIST_UNIT_BYTES * units)
+        sides.append(slots)
+    return (sides[0], sides[1]), size
 
 
-def fixed3_pages(filled: tuple[torch.Tensor, ...], raw: PagedKv, table: BlockTable) -> Fixed3Kv:
+def fixed3_pages(filled: tuple[Slots, Slots], raw: PagedKv, table: BlockTable) -> Fixed3Kv:
     """What the kernel takes, from what `fill_fixed3` made."""
-    return Fixed3Kv(replace(raw, packed_k=filled[0], packed_v=filled[1], table=table), *filled[2:])
+    return _as_pages(*filled, replace(raw, table=table))
 
 
-def _as_words(entries: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(entries.astype(np.uint32).view(np.int32)).to(device)
+def _as_pages(k: Slots, v: Slots, raw: PagedKv) -> Fixed3Kv:
+    pages = replace(raw, packed_k=k.mains, packed_v=v.mains)
+    return Fixed3Kv(pages, k.lists, v.lists, k.entries, v.entries)
+
+
+def differing_bytes(slots: Slots, places: torch.Tensor, packed: Packed) -> int:
+    """Bytes in which the pages at ``places`` differ from the codec's, none of them raw; -1 for other lengths."""
+    lists = slots.lists.flatten().cpu().numpy()
+    different = 0
+    for number, place in enumerate(places.tolist()):
+        entries = slots.entries[place].cpu().numpy().view(np.uint32)
+        made = [slots.mains[place].flatten().cpu().numpy()]
+        for entry in entries.tolist():
+            start = LIST_UNIT_BYTES * (entry >> 8)
+            made.append(lists[start : start + LIST_UNIT_BYTES * (entry & 0xFF)])
+        page = packed.pages[packed.page_starts[number] : packed.page_starts[number + 1]]
+        data = np.concatenate(made)
+        if len(data) != len(page):
+            return -1
+        different += int(np.count_nonzero(data != page))
+    return different

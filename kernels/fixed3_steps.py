@@ -10,15 +10,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kvfold.kernels import fixed3_layout
-from kvfold.kernels.fixed3_layout import DECODE, LOAD_WEIGHTS, STORE_WEIGHTS
+from kvfold.kernels.fixed3_layout import ADD_EXTRA, CORRECT_V, DECODE, LOAD_WEIGHTS, STORE_WEIGHTS
 from kvfold.kernels.fixed4_steps import MASKED, barrier
 
 MAIN_WORDS = gl.constexpr(fixed3_layout.LINE_BYTES // 4 * fixed3_layout.MAIN_LINES)
 ENDS = gl.constexpr(fixed3_layout.LINE_BYTES * fixed3_layout.BASE_LINE + fixed3_layout.HEAD_DIM)
 WARPS = gl.constexpr(fixed3_layout.WARPS)
 HEAD_DIM = gl.constexpr(fixed3_layout.HEAD_DIM)
-HEADS = gl.constexpr(fixed3_layout.HEADS)
-HEAD_BYTES = gl.constexpr(fixed3_layout.HEAD_BYTES)
 BLOCK_TOKENS = gl.constexpr(fixed3_layout.BLOCK_TOKENS)
 
 
@@ -88,7 +86,7 @@ def true_tile(tile, rows, positions, base, main_ptr, list_ptr):
 
 
 @gluon.jit
-def weigh(scores, top, total, scale, line):
+def weigh(scores, top, total, scale, line, QUADS: gl.constexpr):
     """One step of the online softmax; weights go to shared memory, by position."""
     highest = gl.maximum(scores[0], scores[1])
     new_top = gl.maximum(top, gl.max(highest, 0) * scale)
@@ -98,7 +96,7 @@ def weigh(scores, top, total, scale, line):
         weight = gl.exp2(scores[place] * scale - new_top[None, :])
         total = total + weight
         gl.inline_asm_elementwise(
-            STORE_WEIGHTS[place],
+            STORE_WEIGHTS[QUADS][place],
             "=r,r,r,r",
             [weight.to(gl.bfloat16), line],
             dtype=gl.bfloat16,
@@ -109,31 +107,96 @@ def weigh(scores, top, total, scale, line):
 
 
 @gluon.jit
-def weight_places(B: gl.constexpr):
-    """Where each lane finds the weights of V's even and of its odd pairs of pairs, of plane 0.
+def weight_places(B: gl.constexpr, HEADS: gl.constexpr):
+    """Where each lane finds the weights of V's even and of its odd pairs of pairs, of plane 0, in bytes.
 
     Lanes 0 to 15 address the rows of two 8 x 8 tiles: units 4 c and 4 c + 1, then 4 c + 2 and 4 c + 3.
     """
     unit = gl.arange(0, 16, layout=gl.SliceLayout(1, B))
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, B))
-    lane = head[None, :] * 4 + unit[:, None] // 4
+    lane = head[None, :] % 8 * 4 + unit[:, None] // 4
+    column = head[None, :] // 8 * 16 + unit[:, None] * 0
     row = (lane & 6) * 2 + (lane >> 3 & 1) * 2 + (lane & 1)
     position = row // 2 * 8 + row % 2 * 2
     position = position ^ (position >> 2 & 4)
-    return position * HEAD_BYTES, (position ^ 4) * HEAD_BYTES
+    return position * (2 * HEADS) + column, (position ^ 4) * (2 * HEADS) + column
 
 
 @gluon.jit
-def load_weights(places, m: gl.constexpr):
+def load_weights(places, m: gl.constexpr, QUADS: gl.constexpr):
     """Weights of the tokens of pair m of every group, an MMA operand ``[unit, head]``."""
     return gl.inline_asm_elementwise(
-        LOAD_WEIGHTS[m],
+        LOAD_WEIGHTS[QUADS][m],
         "=r,=r,r,r,r,r",
         [places[m // 2 % 2]],
         dtype=gl.bfloat16,
         is_pure=False,
         pack=4,
     )
+
+
+@gluon.jit
+def no_sums(THREAD: gl.constexpr, QUADS: gl.constexpr):
+    """What the walks add to: of each head of each quad, half a channel's sum in each thread."""
+    sums = ()
+    for _ in gl.static_range(4 * QUADS):
+        sums = sums + (gl.zeros([32 * WARPS], gl.float32, layout=THREAD),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def correct_values(thread, sums, QUADS: gl.constexpr):
+    """Sums of a V block's exceptions, decayed and carried on."""
+    moved = ()
+    for quad in gl.static_range(QUADS):
+        added = gl.inline_asm_elementwise(
+            CORRECT_V[QUADS][quad],
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [thread, sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]],
+            dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+            is_pure=False,
+            pack=1,
+        )
+        moved = moved + (added[0], added[1], added[2], added[3])  # noqa: RUF005
+    return moved
+
+
+@gluon.jit
+def sums_of_channels(sums, QUADS: gl.constexpr):
+    """What `correct_values` has gathered as ``[channel, head]``, zeros where there are no quads."""
+    tiles = ()
+    for quad in gl.static_range(QUADS):
+        even = gl.join(sums[4 * quad], sums[4 * quad + 2])
+        tile = gl.join(even, gl.join(sums[4 * quad + 1], sums[4 * quad + 3])).reshape([HEAD_DIM, 2, 4])
+        tiles = tiles + (gl.sum(tile, 1),)  # noqa: RUF005
+    if QUADS == 1:
+        return side_by_side(tiles[0], gl.zeros_like(tiles[0]), 8)
+    elif QUADS == 2:
+        return side_by_side(tiles[0], tiles[1], 8)
+    else:
+        return side_by_side(side_by_side(tiles[0], tiles[1], 8), side_by_side(tiles[2], tiles[3], 8), 16)
+
+
+@gluon.jit
+def side_by_side(left, right, COLUMNS: gl.constexpr):
+    return gl.join(left, right).permute([0, 2, 1]).reshape([left.shape[0], COLUMNS])
+
+
+@gluon.jit
+def add_listed_keys(scores, extra_place, QUADS: gl.constexpr):
+    """Two tiles of scores with what the walk along K's list has found."""
+    summed = ()
+    for place in gl.static_range(2):
+        score = gl.inline_asm_elementwise(
+            ADD_EXTRA[QUADS][place],
+            "=&r,=&r,r,r,r,r",
+            [scores[place], extra_place],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=2,
+        )
+        summed = summed + (score,)  # noqa: RUF005
+    return summed
 
 
 @gluon.jit
@@ -144,7 +207,7 @@ def first_channels(column, part: gl.constexpr):
 
 @gluon.jit
 def attend_raw(
-    q,  # eight tiles bfloat16 [16, HEADS], by part
+    q,  # eight tiles bfloat16 [16, heads], by part
     top,
     total,
     acc,
@@ -162,6 +225,7 @@ def attend_raw(
     raw_skip,
     scale_log2,
     RAW_TOKENS: gl.constexpr,
+    QUADS: gl.constexpr,
     A: gl.constexpr,
     mma: gl.constexpr,
 ):
@@ -173,7 +237,7 @@ def attend_raw(
     a_row = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, A))
     a_column = gl.arange(0, 16, layout=gl.SliceLayout(0, A))
     row = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, mma))
-    zero = gl.zeros([HEAD_DIM, HEADS], gl.float32, layout=mma)
+    zero = gl.zeros(acc.shape, gl.float32, layout=mma)
     page_stride = kv_heads * RAW_TOKENS * HEAD_DIM
     for block in range(first, last):
         for m in gl.static_range(16):
@@ -195,12 +259,12 @@ def attend_raw(
             token = block * BLOCK_TOKENS + row * 2 + place
             inside = ((token < raw_tokens) & (token >= raw_skip))[:, None]
             scores = scores + (gl.where(inside, score, MASKED),)  # noqa: RUF005
-        top, total, decay = weigh(scores, top, total, scale_log2, line)
+        top, total, decay = weigh(scores, top, total, scale_log2, line, QUADS)
         async_copy.wait_group(0)
         barrier()
         acc = acc * decay[None, :]
         for m in gl.static_range(16):
             value = view(pool, m * 32, gl.bfloat16, [16, HEAD_DIM], RAW).permute([1, 0]).load(A)
-            acc = mma_v2(value, load_weights(places, m), acc)
+            acc = mma_v2(value, load_weights(places, m, QUADS), acc)
         barrier()
     return top, total, acc

@@ -297,11 +297,37 @@ def check_pages(
     block_tokens: int,
 ) -> dict[str, int | bool]:
     """The constants that the kernels are compiled for; ValueError for shapes, types or sizes that do not fit."""
+    packed = {"records": (records, torch.uint8, 3)}
+    check_blocks(raw, raw_pages, places, kind, block_tokens, (64, 128, 256), packed)
+    _, kv_heads, page_tokens, head_dim = raw.shape
+    slot = slot_bytes(block_tokens, head_dim)
+    if records.shape[1:] != (kv_heads, slot):
+        raise ValueError(f"records must be [page, {kv_heads}, {slot}], got {list(records.shape)}")
+    return {
+        "BLOCK_TOKENS": block_tokens,
+        "PAGE_TOKENS": page_tokens,
+        "HEAD_DIM": head_dim,
+        "CAPACITY": exception_capacity(head_dim),
+        "SLOT_BYTES": slot,
+        "ALONG_TOKENS": kind == "v",
+    }
+
+
+def check_blocks(
+    raw: torch.Tensor,
+    raw_pages: torch.Tensor,
+    places: torch.Tensor,
+    kind: str,
+    block_tokens: int,
+    head_dims: tuple[int, ...],
+    packed: dict[str, tuple[torch.Tensor, torch.dtype, int]],
+) -> None:
+    """Refuse what no packer takes; what is packed comes by name, with its type and its number of axes."""
     for name, tensor, dtype, axes in (
         ("raw", raw, torch.bfloat16, 4),
         ("raw_pages", raw_pages, torch.int32, 2),
-        ("records", records, torch.uint8, 3),
         ("places", places, torch.int32, 1),
+        *((name, *expected) for name, expected in packed.items()),
     ):
         if tensor.dtype != dtype or tensor.dim() != axes or not tensor.is_contiguous():
             raise ValueError(
@@ -311,28 +337,23 @@ def check_pages(
             raise ValueError(f"{name} must be on the device of raw, {raw.device}, got {tensor.device}")
     if kind not in ("k", "v"):
         raise ValueError(f"kind must be 'k' or 'v', got {kind!r}")
-    _, kv_heads, page_tokens, head_dim = raw.shape
-    if head_dim not in (64, 128, 256) or block_tokens not in (64, 128, 256):
+    _, _, page_tokens, head_dim = raw.shape
+    if head_dim not in head_dims or block_tokens not in (64, 128, 256):
         raise ValueError(
-            f"head_dim and block_tokens must be 64, 128 or 256, got {head_dim} and {block_tokens}"
+            f"head_dim must be {' or '.join(map(str, head_dims))} and block_tokens 64, 128 or 256, "
+            f"got {head_dim} and {block_tokens}"
         )
+    check_page_tokens(page_tokens, block_tokens)
+    if raw_pages.shape != (len(places), block_tokens // page_tokens):
+        raise ValueError(
+            f"raw_pages must be {[len(places), block_tokens // page_tokens]}, got {list(raw_pages.shape)}"
+        )
+
+
+def check_page_tokens(page_tokens: int, block_tokens: int) -> None:
+    """Refuse raw pages that kernels cannot take."""
     if page_tokens % 16 or block_tokens % page_tokens:
         raise ValueError(
             f"a raw page must hold a multiple of 16 tokens that divides block_tokens ({block_tokens}), "
             f"got {page_tokens}"
         )
-    slot = slot_bytes(block_tokens, head_dim)
-    if records.shape[1:] != (kv_heads, slot):
-        raise ValueError(f"records must be [page, {kv_heads}, {slot}], got {list(records.shape)}")
-    if raw_pages.shape != (len(places), block_tokens // page_tokens):
-        raise ValueError(
-            f"raw_pages must be {[len(places), block_tokens // page_tokens]}, got {list(raw_pages.shape)}"
-        )
-    return {
-        "BLOCK_TOKENS": block_tokens,
-        "PAGE_TOKENS": page_tokens,
-        "HEAD_DIM": head_dim,
-        "CAPACITY": exception_capacity(head_dim),
-        "SLOT_BYTES": slot,
-        "ALONG_TOKENS": kind == "v",
-    }

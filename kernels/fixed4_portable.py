@@ -194,9 +194,22 @@ def attend(
         UPCAST=not q.is_cuda,
         num_warps=4,
     )
+    return merge_with_raw(q, kv, scale, splits, parts, lse, out)
+
+
+def merge_with_raw(
+    q: torch.Tensor,
+    kv: PagedKv,
+    scale: float,
+    splits: int,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """The parts of packed pages, ``splits`` of each head, with those of raw pages, which are attended here."""
     raw_parts, raw_lse = bf16.attend_parts(q, kv, scale, RAW_SPLITS)
-    by_head = (batch * kv.kv_heads, -1, ROWS.value)
-    all_parts = torch.cat([parts.view(*by_head, head_dim), raw_parts.view(*by_head, head_dim)], dim=1)
+    by_head = (len(q) * kv.kv_heads, -1, ROWS.value)
+    all_parts = torch.cat([parts.view(*by_head, q.shape[2]), raw_parts.view(*by_head, q.shape[2])], dim=1)
     all_lse = torch.cat([lse.view(by_head), raw_lse.view(by_head)], dim=1)
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device) if out is None else out
     merge_splits(all_parts, all_lse, out, kv.kv_heads, splits + RAW_SPLITS, ROWS.value)

@@ -31,20 +31,19 @@ class Variant:
 
 WINDOWS = (64, 500, 1024)
 VARIANTS = (
-    # The shapes that are timed, in each way to divide the work.
+    # The shapes that are timed, in each way to divide the work, and more query heads to a KV head.
     Variant(("bf16", "fixed4", "fixed4-pages"), 4, 128, 256, 64, 3, (None,), weight=4),
-    Variant(("fixed4",), 4, 128, 256, 64, 3, WINDOWS),
+    Variant(("fixed4-fast",), 4, 128, 256, 64, 3, WINDOWS),
     Variant(("bf16", "fixed4-fast"), 4, 128, 256, 64, 1, (None,)),
-    Variant(("bf16", "fixed4-fast"), 4, 128, 256, 64, 1, (None,), programs=11),
-    Variant(("fixed3",), 4, 128, 256, 64, 3, (None,)),
-    Variant(("fixed3-fast",), 4, 128, 256, 64, 3, WINDOWS),
+    Variant(("fixed3", "fixed3-pages"), 4, 128, 256, 64, 3, (None,), weight=4),
+    Variant(("fixed3-fast",), 16, 128, 256, 64, 3, WINDOWS),
+    Variant(("bf16", "fixed4-fast", "fixed3-fast"), 8, 128, 256, 64, 1, (None,), programs=11),
     # Other sizes.
-    Variant(("bf16", "fixed4", "fixed4-pages"), 16, 64, 128, 16, 3, WINDOWS, weight=4),
-    Variant(("fixed4-fast",), 16, 256, 256, 256, 3, WINDOWS, weight=1),
+    Variant(("bf16", "fixed4-fast"), 16, 64, 128, 16, 3, WINDOWS, weight=4),
+    Variant(("fixed4-fast",), 16, 256, 256, 256, 1, WINDOWS, weight=1),
     # Kernels that are not tuned, and the lossy peer.
-    Variant(("fixed4-portable",), 4, 128, 256, 64, 2),
+    Variant(("fixed4-portable", "fixed3-portable"), 4, 128, 256, 64, 2),
     Variant(("gaac", "gaac-decode"), 4, 128, 64, 64, 3),
-    Variant(("gaac",), 16, 64, 128, 16, 3),
     Variant(("fp8-e4m3", "fp8-e5m2"), 4, 128, 256, 64, 3),
 )
 CHUNK = 40  # cases that one process takes at a time

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvfold.codec import fixed4 as codec
+from kvfold.codec import fixed3 as fixed3_codec
+from kvfold.codec import fixed4 as fixed4_codec
 from kvfold.codec.fp8 import E4M3, E5M2
-from kvfold.kernels import bf16, fixed4_portable, fp8, gaac_attend, reference
-from kvfold.kernels.fixed4_unpack import unpack
-from kvfold.kernels.fused import FUSED
+from kvfold.kernels import bf16, fixed3_portable, fixed4_portable, fp8, gaac_attend, reference
+from kvfold.kernels.fixed3_pack import Slots
+from kvfold.kernels.fixed3_pages import differing_bytes, pack_fixed3
+from kvfold.kernels.fused import FIXED3, FIXED4, FUSED
 from kvfold.kernels.gaac import decode_pages
 from kvfold.kernels.inputs import (
     POISON,
@@ -27,12 +29,13 @@ from kvfold.kernels.inputs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvfold.codec.fp8 import Fp8
+    from kvfold.codec.packed import Packed
     from kvfold.kernels.fused import Fused
     from kvfold.kernels.inputs import Case, Drawn
-    from kvfold.kernels.pages import PagedKv
+    from kvfold.kernels.pages import BlockTable, PagedKv
 
 # A fused result may be this much further from float64 than the raw pages' own: of 32,768 values in a block and
 # head at most 16 are added out of order, so only rounding noise of float32 separates the two.
@@ -122,42 +125,66 @@ def check_fused(gate: Gate, fused: Fused, in_tile: bool) -> None:
 
 
 def check_fixed4_pages(gate: Gate) -> None:
-    """Records against the codec's bytes, and unpacked pages against the values, of the sequence with most."""
+    """Records against the codec's bytes, and unpacked pages against the values."""
+    case = gate.drawn.case
+    kv, _, _ = pack_fixed4(gate.drawn)
+    size = fixed4_codec.head_record_bytes(case.block_tokens, case.head_dim)
+
+    def differing(records: torch.Tensor, places: torch.Tensor, packed: Packed) -> int:
+        got = records[places.long()]
+        different = np.count_nonzero(got[..., :size].reshape(-1).cpu().numpy() != packed.pages)
+        return int(different) + int(got[..., size:].count_nonzero())
+
+    _check_pages(gate, FIXED4, kv.table, {"k": kv.packed_k, "v": kv.packed_v}, fixed4_codec.encode, differing)
+
+
+def check_fixed3_pages(gate: Gate) -> None:
+    """Main parts and lists against the codec's bytes, and unpacked pages against the values."""
+    kv, _, _ = pack_fixed3(gate.drawn)
+    sides: dict[fixed4_codec.Kind, Slots] = {
+        "k": Slots(kv.pages.packed_k, kv.k_lists, kv.k_entries),
+        "v": Slots(kv.pages.packed_v, kv.v_lists, kv.v_entries),
+    }
+    _check_pages(gate, FIXED3, kv.pages.table, sides, fixed3_codec.encode, differing_bytes)
+
+
+def _check_pages(
+    gate: Gate,
+    fused: Fused,
+    table: BlockTable,
+    sides: Mapping[fixed4_codec.Kind, Any],
+    encode: Callable[..., Packed],
+    differing: Callable[[Any, torch.Tensor, Packed], int],
+) -> None:
+    """Packed pages of the sequence with most of them."""
     case, drawn = gate.drawn.case, gate.drawn
-    kv, _, _ = pack_fixed4(drawn)
-    sequence = int(kv.table.packed_counts.argmax())
-    places = kv.table.packed_pages[sequence, : int(kv.table.packed_counts[sequence])].contiguous()
+    sequence = int(table.packed_counts.argmax())
+    places = table.packed_pages[sequence, : int(table.packed_counts[sequence])].contiguous()
     if len(places) == 0:
         return
     listed = drawn.listed()[places.long()]
     order = torch.arange(listed.numel(), dtype=torch.int32, device=listed.device).view(listed.shape)
-    size = codec.head_record_bytes(case.block_tokens, case.head_dim)
-    sides: tuple[tuple[codec.Kind, torch.Tensor, torch.Tensor], ...] = (
-        ("k", kv.packed_k, drawn.raw_k),
-        ("v", kv.packed_v, drawn.raw_v),
-    )
-    for kind, records, pool in sides:
+    for kind, packed in sides.items():
+        pool = drawn.raw_k if kind == "k" else drawn.raw_v
         values = pool[listed.long().flatten()]  # [page, kv_heads, page_token, head_dim]
-        expected = codec.encode(patterns_of(values), None, case.block_tokens, kind).pages
-        got = records[places.long()]
-        different = np.count_nonzero(got[..., :size].reshape(-1).cpu().numpy() != expected)
-        if different or bool(got[..., size:].any()):
-            gate.faults.append(f"fixed4: {different} bytes of packed {kind} differ from the codec's")
+        different = differing(packed, places, encode(patterns_of(values), None, case.block_tokens, kind))
+        if different:
+            gate.faults.append(f"{fused.name}: {different} bytes of packed {kind} differ from the codec's")
         back = torch.full((len(values) + 2, *values.shape[1:]), float("nan"), device=pool.device).to(
             pool.dtype
         )
-        unpack(records, places, back[1:-1], order, kind, case.block_tokens)
+        fused.unpack(packed, places, back[1:-1], order, kind, case.block_tokens)
         if not bool(back[0].isnan().all() & back[-1].isnan().all()):
-            gate.faults.append(f"fixed4: unpacking {kind} wrote before the start or past the end")
+            gate.faults.append(f"{fused.name}: unpacking {kind} wrote before the start or past the end")
         if not torch.equal(back[1:-1].view(torch.int16), values.view(torch.int16)):
-            gate.faults.append(f"fixed4: unpacked {kind} differs from the values")
+            gate.faults.append(f"{fused.name}: unpacked {kind} differs from the values")
 
 
-def check_portable(gate: Gate) -> None:
-    """`fixed4` in plain Triton against float64."""
-    kv, _, _ = pack_fixed4(gate.drawn)
-    result = gate.run(fixed4_portable.attend, kv, "fixed4 portable")
-    gate.expect_close(result, gate.exact, BF16_TOLERANCE, "fixed4 portable")
+def check_portable(gate: Gate, fused: Fused, attend: Callable[..., torch.Tensor]) -> None:
+    """A format's kernel in plain Triton against float64."""
+    kv, _, _ = fused.pack_drawn(gate.drawn)
+    result = gate.run(attend, kv, f"{fused.name} portable")
+    gate.expect_close(result, gate.exact, BF16_TOLERANCE, f"{fused.name} portable")
 
 
 def check_gaac(gate: Gate) -> None:
@@ -207,7 +234,9 @@ CHECKS: dict[str, Callable[[Gate], None]] = {
     **{fused.name: partial(check_fused, fused=fused, in_tile=True) for fused in FUSED},
     **{f"{fused.name}-fast": partial(check_fused, fused=fused, in_tile=False) for fused in FUSED},
     "fixed4-pages": check_fixed4_pages,
-    "fixed4-portable": check_portable,
+    "fixed3-pages": check_fixed3_pages,
+    "fixed4-portable": partial(check_portable, fused=FIXED4, attend=fixed4_portable.attend),
+    "fixed3-portable": partial(check_portable, fused=FIXED3, attend=fixed3_portable.attend),
     "gaac": check_gaac,
     "gaac-decode": check_gaac_decode,
     E4M3.name: partial(check_fp8, kind=E4M3),

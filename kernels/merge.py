@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 def merge_kernel(
     part_ptr,  # float32 [part, ROWS, HEAD_DIM], each part normalised by its own sum
     lse_ptr,  # float32 [part, ROWS], log2 of each part's sum of exponentials, -inf where nothing was read
-    out_ptr,  # [batch, kv_head * GROUP, HEAD_DIM]
+    out_ptr,  # [batch, query head, HEAD_DIM]
     split_count,  # parts of each head, in the order [batch, kv_head, split]; with shares, the number of programs
     SPLIT_TILE: tl.constexpr,  # power of two that holds all parts of a head
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,  # GROUP padded to the tile of the attention kernel
+    ROWS: tl.constexpr,  # query heads of a KV head, padded to the tile of the attention kernel
     HEAD_DIM: tl.constexpr,
     raw_tokens_ptr=None,  # int32 [batch]: given, parts are those of `kvfold.kernels.shares`
     packed_counts_ptr=None,  # int32 [batch], or None where no sequence has packed pages
@@ -62,7 +61,10 @@ def merge_kernel(
         parts = tl.load(part_ptr + part_offset, mask=split[:, None] < count, other=0.0)
         # An empty split has weight 0 and wrote nothing that counts.
         merged = tl.sum(tl.where(weight[:, None] > 0, parts * weight[:, None], 0.0), 0)
-        tl.store(out_ptr + (kv * GROUP + row) * HEAD_DIM + channel, merged.to(out_ptr.dtype.element_ty))
+        tl.store(
+            out_ptr + (kv * tl.num_programs(1) + row) * HEAD_DIM + channel,
+            merged.to(out_ptr.dtype.element_ty),
+        )
 
 
 def empty_parts(
@@ -140,7 +142,6 @@ def _merge(
         out,
         count,
         SPLIT_TILE=triton.next_power_of_2(most),
-        GROUP=q_heads // heads,
         ROWS=rows,
         HEAD_DIM=head_dim,
         **shares,

@@ -7,10 +7,11 @@ comes to an engine at rest starts at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvfold.sim.clock import StepEnd
 from kvfold.sim.engine import Engine
+from kvfold.sim.lockstep import serve_together
 from kvfold.sim.scheduler import next_step, release
 
 if TYPE_CHECKING:
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 
     from kvfold.sim.decode_set import Sequence
     from kvfold.sim.scheduler import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step that was put together: its tokens, what it takes alone, and where its attention's cost comes from."""
+
+    step: Step
+    tokens: int
+    alone_fs: int
+    origin: str
 
 
 class LookaheadEngine(Engine):
@@ -36,36 +47,48 @@ class LookaheadEngine(Engine):
         self._unseen.append(call)
 
     def serve(self) -> Generator[simpy.Event, None, None]:
-        clock, state, recorder, index = self._clock, self.state, self._recorder, self._index
-        while True:
-            rest = len(state.running) - len(self._leaving)
-            short = state.decoding.bytes_at(1) > state.pool.available_bytes()
-            if rest == 0 or (rest == 1 and short):
-                self._let_go(clock.now_fs)  # nothing else runs, so the next step waits for what has ended
-            if not state.running:
-                self._unseen.clear()
-            if not state.running and not state.waiting:
-                self._idle = clock.event()
-                yield self._idle
-                self._idle = None
-                recorder.account(index, state, clock.now_fs)
-                yield StepEnd(clock, 0)
-                continue
-            now = clock.now_fs
-            unseen = [
-                waiting for call in self._unseen if (waiting := state.waiting.give_up(call)) is not None
-            ]
+        return serve_together(self._clock, [self])
+
+    def begin(self) -> Begun | None:
+        """Put the next step together; None where there is nothing to compute."""
+        state, now = self.state, self._clock.now_fs
+        rest = len(state.running) - len(self._leaving)
+        short = state.decoding.bytes_at(1) > state.pool.available_bytes()
+        if rest == 0 or (rest == 1 and short):
+            self._let_go(now)  # nothing else runs, so the next step waits for what has ended
+        if not state.running:
             self._unseen.clear()
-            step = next_step(state, now)
-            for waiting in unseen:
-                state.waiting.push(waiting)
-            if step.admitted or step.preempted:
-                self._admitted(step, now)
-            self._let_go(now)
-            steps, first_fs, growth_fs = self._stretch(step)
-            yield StepEnd(clock, recorder.stretch(index, state, step, now, steps, first_fs, growth_fs))
-            recorder.account(index, state, clock.now_fs)
-            self._hand_out(step, steps)
+        if not state.running and not state.waiting:
+            return None
+        unseen = [waiting for call in self._unseen if (waiting := state.waiting.give_up(call)) is not None]
+        self._unseen.clear()
+        step = next_step(state, now)
+        for waiting in unseen:
+            state.waiting.push(waiting)
+        if step.admitted or step.preempted:
+            self._admitted(step, now)
+        self._let_go(now)
+        _, alone_fs, _ = self._stretch(step)
+        tokens = state.decoding.count + sum(chunk.tokens for _, chunk in step.chunks)
+        return Begun(step, tokens, alone_fs, self._recorder.origin)
+
+    def take(self, begun: Begun, length_fs: int) -> None:
+        """The step takes so long."""
+        self._recorder.origin = begun.origin
+        self._recorder.stretch(self._index, self.state, begun.step, self._clock.now_fs, 1, length_fs, 0)
+
+    def end(self, begun: Begun) -> None:
+        """The step is over: hand out what it computed."""
+        self._recorder.account(self._index, self.state, self._clock.now_fs)
+        self._hand_out(begun.step, 1)
+
+    def rest(self, called: simpy.Event) -> None:
+        """Nothing to do until a call comes, which the event then says."""
+        self._idle = called
+
+    def wake(self) -> None:
+        self._idle = None
+        self._recorder.account(self._index, self.state, self._clock.now_fs)
 
     def _like_steps(self, _: Step) -> int:
         return 1

@@ -86,8 +86,11 @@ def kv_budget(
     page_tokens: int = PAGE_TOKENS,
     max_num_seqs: int = MAX_NUM_SEQS,
     engine_version: str = ENGINE_VERSION,
+    expert_ranks: int = 1,
 ) -> MemoryBudget:
     """The KV pool: `kv_budget_bytes` beats `num_gpu_blocks` (16-token BF16 pages) beats the memory waterfall.
+
+    `expert_ranks`: data-parallel ranks that the experts are spread over, each with its share of them.
 
     Raises ConfigError for values out of range, and DoesNotFitError where the weights, or one unit of KV and what
     a sequence holds besides, do not fit.
@@ -101,11 +104,13 @@ def kv_budget(
         ("--num-gpu-blocks", num_gpu_blocks),
         ("--max-num-seqs", max_num_seqs),
         ("page_tokens", page_tokens),
+        ("expert_ranks", expert_ranks),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{option} must be at least 1, got {value}")
 
-    weights_bytes = model.weights_bytes(weights, tp).total
+    parts = model.weights_bytes(weights, tp)
+    weights_bytes = parts.total - parts.experts + -(-parts.experts // expert_ranks)
     claims = _claims(model, weights, weights_bytes, tp, max_num_seqs, engine_version)
     left_bytes = kv_pool_bytes(gpu.memory_bytes, gpu_memory_utilization, (row.bytes for row in claims))
     if kv_budget_bytes is not None:

@@ -17,7 +17,14 @@ from kvfold.sim.model_config import read_config, read_presets, shape_from_config
 BF16_BYTES = 2
 #: Bytes per parameter of the weight formats; embedding and LM head stay BF16 in all of them.
 #: w4a16: int4 in groups of 128 with an FP16 scale and an FP16 zero each, (4 + 32 / 128) / 8 bytes.
-WEIGHT_BYTES = {"bf16": Fraction(2), "fp8": Fraction(1), "w4a16": Fraction(17, 32)}
+#: w4a16-mlp: the same for MLPs and routed experts alone; attention, linear layers, shared experts and routers stay
+#: BF16, as in Qwen's own GPTQ-Int4 checkpoints of Qwen3.5 (their config.json leaves out attn and shared_expert).
+WEIGHT_BYTES = {
+    "bf16": Fraction(2),
+    "fp8": Fraction(1),
+    "w4a16": Fraction(17, 32),
+    "w4a16-mlp": Fraction(17, 32),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class ModelSpec:
     vocab: int
     tied: bool
     dense_params: int  # read by every step: attention, MLPs, shared experts, routers
+    mlp_params: int  # of these: MLPs that every token takes, shared experts left out
     moe_layers: int
     experts: int
     experts_per_token: int
@@ -149,7 +157,8 @@ class ModelSpec:
             raise ConfigError(f"--weights must be one of {', '.join(WEIGHT_BYTES)}, got {weights!r}")
         self._query_share(tp)
         per_param = WEIGHT_BYTES[weights]
-        dense = ceil(per_param * self.dense_params / tp)
+        kept_params = self.dense_params - self.mlp_params if weights == "w4a16-mlp" else 0
+        dense = ceil((per_param * (self.dense_params - kept_params) + BF16_BYTES * kept_params) / tp)
         experts = ceil(per_param * self.moe_layers * self.experts * self.expert_params / tp)
         embedding = ceil(Fraction(BF16_BYTES * self.embedding_params, tp))
         lm_head = ceil(Fraction(BF16_BYTES * self.lm_head_params, tp))

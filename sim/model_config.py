@@ -260,6 +260,7 @@ def _mlp(fields: Fields, kind: str, hidden: int, layers: int) -> dict[str, int]:
         dense = layers * 3 * hidden * fields.count("intermediate_size")
         return {
             "dense_params": dense,
+            "mlp_params": dense,
             "moe_layers": 0,
             "experts": 0,
             "experts_per_token": 0,
@@ -269,11 +270,12 @@ def _mlp(fields: Fields, kind: str, hidden: int, layers: int) -> dict[str, int]:
     if per_token > experts:
         raise fields.error(top_field, f"must not exceed {count_field} = {experts}")
     moe_layers = _moe_layers(fields, layers)
-    dense = moe_layers * hidden * experts  # routers
+    mlp = 0
     if moe_layers < layers:
-        dense += (layers - moe_layers) * 3 * hidden * fields.count("intermediate_size")
+        mlp += (layers - moe_layers) * 3 * hidden * fields.count("intermediate_size")
     if kind == "gemma4_text":
-        dense += moe_layers * 3 * hidden * fields.count("intermediate_size")
+        mlp += moe_layers * 3 * hidden * fields.count("intermediate_size")
+    dense = mlp + moe_layers * hidden * experts  # and routers
     if fields.has("n_shared_experts"):
         dense += moe_layers * 3 * hidden * width * fields.count("n_shared_experts", 0)
     if fields.has("shared_expert_intermediate_size"):
@@ -281,6 +283,7 @@ def _mlp(fields: Fields, kind: str, hidden: int, layers: int) -> dict[str, int]:
         dense += moe_layers * hidden * (3 * fields.count("shared_expert_intermediate_size", 0) + 1)
     return {
         "dense_params": dense,
+        "mlp_params": mlp,
         "moe_layers": moe_layers,
         "experts": experts,
         "experts_per_token": per_token,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -197,10 +198,10 @@ def _meta(path: Path) -> dict[str, Any]:
 
 
 def _tp(folder: Path, meta: dict[str, Any]) -> int:
-    """From the folder's name, which ends in _tp2 or the like; else what the engine ran with."""
-    name, _, tail = folder.name.rpartition("_tp")
-    if name and tail.isdigit():
-        return int(tail)
+    """From the folder's name, which ends in tp2 or the like; else what the engine ran with."""
+    named = re.search(r"(?:^|_)tp(\d+)$", folder.name)
+    if named:
+        return int(named[1])
     return int(meta.get("engine_effective", {}).get("tensor_parallel_size", 1))
 
 

@@ -14,6 +14,7 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from kvfold.sim.errors import ConfigError
+from kvfold.sim.model import BF16_BYTES
 from kvfold.sim.profile import ONCE, TWICE, blend
 from kvfold.sim.run import FS_PER_S
 from kvfold.sim.step import expected_experts
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvfold.sim.decode_set import DecodeSet
     from kvfold.sim.gpu import GpuSpec
     from kvfold.sim.model import ModelSpec
-    from kvfold.sim.profile import Profile
+    from kvfold.sim.profile import Curve, Profile
     from kvfold.sim.work import Chunk
 
 _FS_PER_US = FS_PER_S // 10**6
@@ -59,6 +60,7 @@ class ProfileCost:
     strict: bool = False
     window_token_fs: int = 0
     _bases: dict[tuple[int, int], tuple[float, bool]] = field(default_factory=dict)
+    _shared: dict[int, tuple[float, bool]] = field(default_factory=dict)
 
     @property
     def tp(self) -> int:
@@ -131,24 +133,32 @@ class ProfileCost:
         for curve in profile.per_sequence.values():
             time_us += curve.at(sequences)
             inside &= curve.covers(sequences)
-        if profile.moe is not None:
-            block_us, known = self._experts_us(tokens)
-            time_us += self.model.moe_layers * block_us
-            inside &= known
-        time_us += 1e6 * self._collectives_s(tokens)
+        shared_us, known = self._shared_us(tokens * self.data_parallel)
+        time_us += shared_us + 1e6 * self._collectives_s(tokens, sequences)
         overhead = self.overhead
         time_us += 1e6 * (overhead.step_s + overhead.token_s * tokens + overhead.sequence_s * sequences)
-        return time_us, inside
+        return time_us, inside and known
 
-    def _experts_us(self, tokens: int) -> tuple[float, bool]:
-        """One MoE block. With experts spread over ranks, each rank gets its experts' share of all ranks' tokens.
+    def shared_fs(self, group_tokens: int) -> int:
+        """What data-parallel ranks compute together for so many tokens of all of them (kvfold.sim.lockstep):
+        the experts, and what is gathered and scattered for them."""
+        return round(self._shared_us(group_tokens)[0] * _FS_PER_US)
 
-        The other ranks are taken to have as many tokens as this one.
-        """
-        table, ranks = self.profile.moe, self.data_parallel
-        assert table is not None
-        model = self.model
-        distinct = expected_experts(model.experts, model.experts_per_token, tokens * ranks) / ranks
+    def _shared_us(self, group_tokens: int) -> tuple[float, bool]:
+        """All MoE blocks of one rank, for the tokens of all ranks; and whether they were measured."""
+        if self.profile.moe is None:
+            return 0.0, True
+        if group_tokens not in self._shared:
+            block_us, known = self._experts_us(self.profile.moe, group_tokens)
+            block_us += 1e6 * self._exchange_s(group_tokens)
+            self._shared[group_tokens] = self.model.moe_layers * block_us, known
+        return self._shared[group_tokens]
+
+    def _experts_us(self, table: dict[int, Curve], group_tokens: int) -> tuple[float, bool]:
+        """One MoE block. A rank has its share of the experts, and computes its share of the tokens' pairs."""
+        model, ranks = self.model, self.data_parallel
+        tokens = group_tokens / ranks
+        distinct = expected_experts(model.experts, model.experts_per_token, group_tokens) / ranks
         sizes = sorted(table)
         time_us, inside = 0.0, sizes[0] <= tokens <= sizes[-1]
         for size, share in blend(sizes, tokens):
@@ -159,15 +169,26 @@ class ProfileCost:
             )
         return time_us, inside
 
-    def _collectives_s(self, tokens: int) -> float:
-        """Two all-reduces a layer over a ring of `tp` GPUs; a gather and a scatter per MoE block over ranks."""
-        link, tp, ranks = self.link, self.tp, self.data_parallel
-        if link is None or (tp == 1 and ranks == 1):
+    def _exchange_s(self, group_tokens: int) -> float:
+        """The tokens of all ranks gathered to each, and its experts' results scattered, over a ring of ranks."""
+        link, ranks = self.link, self.data_parallel
+        if link is None or ranks == 1:
             return 0.0
-        moved_bytes = 2 * tokens * self.model.hidden
+        chunk_bytes = BF16_BYTES * self.model.hidden * group_tokens / ranks
+        return 2 * (ranks - 1) * (link.latency_s + chunk_bytes / link.bytes_per_s)
+
+    def _collectives_s(self, tokens: int, sequences: int) -> float:
+        """Of `tp` GPUs in a ring: an all-reduce after the embedding and two a layer, and all logits gathered
+        (vLLM's VocabParallelEmbedding, RowParallelLinear, LogitsProcessor)."""
+        link, tp = self.link, self.tp
+        if link is None or tp == 1:
+            return 0.0
+        model = self.model
+        moved_bytes = BF16_BYTES * tokens * model.hidden
         reduce_s = 2 * (tp - 1) * (link.latency_s + moved_bytes / tp / link.bytes_per_s)
-        exchange_s = 2 * (ranks - 1) * (link.latency_s + moved_bytes / link.bytes_per_s)
-        return 2 * self.layers * reduce_s + self.model.moe_layers * exchange_s
+        logits_bytes = BF16_BYTES * sequences * model.vocab / tp
+        gather_s = (tp - 1) * (link.latency_s + logits_bytes / link.bytes_per_s)
+        return (1 + 2 * self.layers) * reduce_s + gather_s
 
     def _padded(self, tokens: int) -> int:
         sizes = self.graph_sizes

@@ -13,6 +13,7 @@ from kvfold.sim.clock import Clock
 from kvfold.sim.engine import Engine
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import require
+from kvfold.sim.lockstep import serve_together
 from kvfold.sim.lookahead import LookaheadEngine
 from kvfold.sim.recorder import Recorder
 from kvfold.sim.retention import Retention, waits_of
@@ -23,6 +24,8 @@ from kvfold.sim.units import Units, draw_units
 from kvfold.sim.waiting import priorities_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvfold.sim.memory import MemoryBudget
     from kvfold.sim.power import Power
     from kvfold.sim.run import Run
@@ -47,6 +50,8 @@ class Scenario:
     router: str = "round-robin"
     stepwise: bool = False
     async_scheduling: bool = False  # kvfold.sim.lookahead
+    #: The replicas step together (kvfold.sim.lockstep): tokens of all -> time of what they compute together.
+    lockstep_fs: Callable[[int], int] | None = None
     seed: int = 0
     power: Power | None = None  # None: what the GPU's profile says
 
@@ -55,6 +60,8 @@ class Scenario:
             raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
         if self.async_scheduling and self.retention.policy != "lru":
             raise ConfigError("asynchronous scheduling is modelled with --retention lru alone")
+        if self.lockstep_fs is not None and not self.async_scheduling:
+            raise ConfigError("replicas that step together are modelled with asynchronous scheduling alone")
 
     @property
     def shares_prefixes(self) -> bool:
@@ -106,8 +113,12 @@ def run(scenario: Scenario) -> Run:
         kind(index, clock, scenario, waits, recorder, sessions.ended) for index in range(scenario.replicas)
     ]
     sessions.start()
-    for engine in engines:
-        clock.process(engine.serve())
+    if scenario.lockstep_fs is None:
+        for engine in engines:
+            clock.process(engine.serve())
+    else:
+        ranks = [engine for engine in engines if isinstance(engine, LookaheadEngine)]
+        clock.process(serve_together(clock, ranks, scenario.lockstep_fs))
     gc.freeze()  # what is there now outlives the run, so that looking for garbage in it again and again is in vain
     clock.run()
     gc.unfreeze()

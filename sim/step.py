@@ -47,14 +47,20 @@ def _fs(seconds: float) -> int:
     return round(seconds * FS_PER_S)
 
 
-def expected_experts(experts: int, per_token: int, tokens: int) -> float:
-    """Expected number of distinct experts that `tokens` tokens touch in a layer, routing uniform and independent.
+def expected_experts(
+    experts: int, per_token: int, tokens: int, shares: Sequence[float] | None = None
+) -> float:
+    """Expected number of distinct experts that `tokens` tokens touch in a layer, tokens routed independently.
 
-    Each expert is missed by one token with probability 1 - per_token / experts.
+    Uniform: each expert is missed by one token with probability 1 - per_token / experts. With `shares`, of each
+    expert in all routed tokens (they sum to 1), expert i is missed with probability 1 - per_token * shares[i],
+    which is exact where no share exceeds 1 / per_token. Uniform shares give the largest number.
     """
     if experts == 0:
         return 0.0
-    return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+    if shares is None:
+        return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+    return sum(1.0 - max(0.0, 1.0 - per_token * share) ** tokens for share in shares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,151 +1,152 @@
-"""Which prompts of a workload start with an earlier one, inferred from a simulator that had the token ids.
+"""Which prompts of a workload start with an earlier one: what analysis/data/shared_prefixes.csv says.
 
-LLMServingSim's `llmservingsim_sim.csv` says when each prompt of its simulated run was computed.
+The workload of the recorded Llama runs is LLMServingSim's sharegpt-llama-3.1-8b-300-sps10: turns of conversations,
+each with all that came before it as its prompt (workloads/generators/sharegpt.py of casys-kaist/LLMServingSim).
+What a prompt has in common with an earlier one is a fact about token ids, and no run's times are looked at:
 
-1. Lengths, from a run with room for all KV. A step that computes prompts is held against the profile's times; one
-   that is shorter than its neighbours by more than 3 ms found part of its longest prompt in the prefix cache, and
-   how much shorter says how long that part is.
-2. Whose prompt it is, from a run whose KV is scarce. In a chat a prompt starts with that of an earlier turn, after
-   which come that turn's output and a question. Of the earlier prompts of about the length those are taken with
-   which our scheduler, not looking ahead, comes closest to the first and last tokens of the simulated run: one
-   prompt after the other, until none changes.
-
-The real engine's times are not looked at. Twenty minutes of one core:
-python -m tests.long_prefixes RTXPRO6000_RUN RTX4090_RUN > analysis/data/shared_prefixes.csv
+1. With the workload at hand (a JSON object a line, with input_tok_ids) every prompt's longest common prefix with
+   an earlier one: `python -m tests.long_prefixes --ids WORKLOAD.jsonl`.
+2. Without it, `python -m tests.long_prefixes --counts RUN > analysis/data/shared_prefixes.csv`:
+   - READ: later prompts read in a copy of the workload (skyp0714/event_driven_llmsim at e8b8311). Where an earlier
+     turn ends in it gives the earlier prompt's length to the token, its last turn the question's length.
+     These are the ones whose partner changes a figure of the replay by more than 0.3 points.
+   - FOUND: how many tokens a prefix cache with room for everything found. LLMServingSim's logs of its RTX PRO 6000
+     run (bench/examples/RTXPRO6000/Llama-3.1-8B/outputs/sim.log at 5daddb2 and 0d3de68) count prompt tokens asked
+     for and found, second by second. Calls are let in in the order of their arrival, so the tokens asked for say
+     which calls were asked for, whatever the simulated times. What READ leaves of a range is given to a pair of
+     turns that explains it: the later prompt is the earlier one, its reply and a question, or the earlier one
+     again. Of several, those whose longest question is the shortest. What no one or two pairs explain stays out.
 """
 
 import csv
+import json
 import sys
-from dataclasses import replace
+from itertools import accumulate, combinations
 from pathlib import Path
-from statistics import median
 
-import numpy as np
+BLOCK_TOKENS = 16
+DATASET_HASH = "05e48b32da530d4a3dd77f3d47c6fe694ac8308d611aa088e38bb10fba2b3b3a"
+#: Later prompt -> the earlier one that it starts with.
+READ = {
+    47: 40,
+    66: 35,
+    68: 28,
+    93: 82,
+    117: 45,
+    139: 117,
+    140: 76,
+    158: 107,
+    173: 153,
+    180: 61,
+    183: 31,
+    184: 151,
+    209: 201,
+}
+#: Calls first to last, in order of arrival, and the tokens of them that a cache with room for everything found.
+FOUND = (
+    (45, 51, 448),
+    (65, 72, 976),
+    (73, 85, 848),
+    (86, 94, 944),
+    (112, 117, 384),
+    (128, 128, 832),
+    (138, 139, 992),
+    (140, 141, 384),
+    (148, 153, 32),
+    (156, 160, 608),
+    (172, 175, 1760),
+    (176, 180, 1296),
+    (181, 184, 880),
+    (185, 189, 720),
+    (198, 206, 256),
+    (209, 212, 592),
+    (215, 224, 1312),
+    (226, 233, 512),
+    (235, 236, 832),
+    (237, 237, 1264),
+    (264, 265, 592),
+    (280, 281, 1632),
+    (284, 288, 1168),
+    (292, 294, 256),
+)
 
-from kvfold.analysis.deployment import format_sizes
-from kvfold.analysis.validate_replay import _gpu, _model, _profile, replay
-from kvfold.analysis.validate_run import load_run
-from kvfold.sim.profile_cost import ProfileCost, _as_one
-from kvfold.sim.work import Chunk
 
-BLOCK = 16
-SHORTER_MS, NEAR_S = 3.0, 4.0
-#: A prefix is found in whole blocks and a little short of the prompt; lengths within this are candidates.
-LATE, WINDOW = 20, 90
-#: Tokens of a length's error, and of a question, that weigh as much as each other.
-LENGTH_SCALE, QUESTION_SCALE = 60, 100
-MOST, FARTHEST_S, LEAST_GAIN = 8, 5.0, 2e-3
+def found_tokens(prompt_tokens, common_tokens):
+    """Whole blocks of what is in common; a prompt's last token is always computed."""
+    return min(common_tokens, prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def read(path):
-    """Rows of (input, output, start, first token, end, arrival), seconds, in order of arrival."""
-    with path.open(newline="") as file:
-        rows = sorted(csv.DictReader(file), key=lambda row: int(row["request id"]))
-    found = []
-    for row in rows:
-        arrival = int(row["arrival"]) / 1e9
-        start, first = arrival + int(row["queuing_delay"]) / 1e9, arrival + int(row["TTFT"]) / 1e9
-        found.append(
-            (int(row["input"]), int(row["output"]), start, first, int(row["end_time"]) / 1e9, arrival)
-        )
-    return found
+def by_ids(prompts):
+    """(request, earlier request, tokens in common) for every prompt that has a whole block in common with one."""
+    seen = {}  # blocks so far -> the first prompt that has them
+    for number, prompt in enumerate(prompts):
+        chain = list(accumulate(map(tuple, _blocks(prompt)), lambda parent, block: hash((parent, block))))
+        known = [hashed for hashed in chain if hashed in seen]
+        if known:
+            earlier = seen[known[-1]]
+            pairs = zip(prompt, prompts[earlier], strict=False)
+            differs = (place for place, (one, other) in enumerate(pairs) if one != other)
+            yield number, earlier, next(differs, min(len(prompt), len(prompts[earlier])))
+        for hashed in chain:
+            seen.setdefault(hashed, number)
 
 
-def time_ms(cost, prompts, contexts):
-    """A step that computes prompts, given as (tokens, history), beside sequences of these contexts."""
-    count, tokens = len(contexts), sum(new for new, _ in prompts)
-    own, past = _as_one([Chunk(new, old, True) for new, old in prompts])
-    mean = round(sum(contexts) / count) if count else 0
-    attention_us, _ = cost.profile.attention.mixed_us(own, past, count, mean)
-    return (cost._base_us(tokens + count, count + len(prompts))[0] + cost.layers * attention_us) / 1e3
-
-
-def steps_of(rows, cost):
-    """(number of the longest prompt, start, ms that the step took, function of the tokens that were found)."""
-    for number, (tokens, _, start, first, _, _) in enumerate(rows):
-        group = [i for i, row in enumerate(rows) if abs(row[2] - start) < 1e-6]
-        others = [
-            i
-            for i, row in enumerate(rows)
-            if i not in group and row[2] < first - 1e-6 and row[3] > start + 1e-6
+def by_counts(inputs, outputs, ranges=FOUND, read=READ):
+    """(request, earlier request, "ids" or "counts") of the pairs of turns that explain what was found."""
+    for first, last, found in ranges:
+        inside = {later: earlier for later, earlier in read.items() if first <= later <= last}
+        left = found - sum(found_tokens(inputs[later], inputs[earlier]) for later, earlier in inside.items())
+        pairs = [
+            pair
+            for later in range(first, last + 1)
+            if later not in inside
+            for pair in turns(inputs, outputs, later)
         ]
-        if others or number != max(group, key=lambda i: rows[i][0]):
-            continue
-        running = [row for row in rows if row[3] <= start + 1e-6 and row[4] > start + 1e-6]
-        contexts = [row[0] + row[1] * (start - row[3]) / (row[4] - row[3]) for row in running]
-        rest = [(rows[i][0], 0) for i in group if i != number]
-        if tokens + sum(each for each, _ in rest) + len(running) > 2048:
-            continue
-
-        def taken(found, tokens=tokens, rest=rest, contexts=contexts):
-            return time_ms(cost, [*rest, (tokens - found, found)], contexts)
-
-        yield number, start, 1e3 * (first - start), taken
-
-
-def prefixes(rows, cost):
-    """Number of a prompt -> tokens of it that were found."""
-    steps = list(steps_of(rows, cost))
-    excess = [(start, ms - taken(0)) for _, start, ms, taken in steps]
-    for place, (number, start, ms, taken) in enumerate(steps):
-        near = [
-            more for at, (other, more) in enumerate(excess) if at != place and abs(other - start) < NEAR_S
+        sets = [(pair,) for pair in pairs if pair[2] == left] + [
+            both
+            for both in combinations(pairs, 2)
+            if both[0][0] < both[1][0] and both[0][2] + both[1][2] == left
         ]
-        usual = median(near) if near else 0.0
-        if excess[place][1] < usual - SHORTER_MS:
-            lengths = range(0, rows[number][0] - 1, BLOCK)
-            yield number, min(lengths, key=lambda found: abs(taken(found) + usual - ms))
+        chosen = min(sets, key=lambda each: max(pair[3] for pair in each), default=()) if left else ()
+        rows = [(*row, "ids") for row in inside.items()] + [(*pair[:2], "counts") for pair in chosen]
+        yield from sorted(rows)
 
 
-def candidates(rows, number, found):
-    """Earlier prompts of about that length, those that leave the shortest question first; or equally long ones."""
-    near = []
-    for earlier in range(number):
-        question = rows[number][0] - rows[earlier][0] - rows[earlier][1]
-        off = abs(rows[earlier][0] - found - LATE)
-        if question >= -2 and off < WINDOW:  # two words may become one token
-            near.append((off / LENGTH_SCALE + question / QUESTION_SCALE, earlier))
-    equal = [earlier for earlier in range(number) if rows[earlier][0] == rows[number][0]]
-    return [earlier for _, earlier in sorted(near)[:MOST]] or equal
+def turns(inputs, outputs, later):
+    """(later, earlier, tokens found, question) for every earlier prompt that the later one may go on from."""
+    for earlier in range(later):
+        found = found_tokens(inputs[later], inputs[earlier])
+        question = inputs[later] - inputs[earlier] - outputs[earlier]
+        if inputs[later] == inputs[earlier]:
+            question = 0
+        if question >= -2 and found:  # two words may become one token
+            yield later, earlier, found, question
 
 
-def distance(run, rows, parents):
-    """Mean distance from the simulated run's first and last tokens, without what all neighbours have in common."""
-    shared = {number: (earlier, rows[earlier][0]) for number, earlier in parents.items()}
-    calls = replay(run, run.folder.parent / "profiles", shared=shared).simulated.calls
-    first = calls.first_token_s - [row[3] for row in rows]
-    last = calls.last_token_s - [row[4] for row in rows]
-    common = np.array([np.median(first[max(0, i - 10) : i + 11]) for i in range(len(rows))])
-    return float(sum(np.minimum(np.abs(each - common), FARTHEST_S).mean() for each in (first, last)))
+def _blocks(prompt):
+    whole = len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+    return [prompt[start : start + BLOCK_TOKENS] for start in range(0, whole, BLOCK_TOKENS)]
 
 
-def main(roomy, scarce):
-    run = load_run(roomy)
-    profile = _profile(roomy.parent / "profiles", run, None)
-    cost = ProfileCost(profile, _model(run.model), _gpu(run.hardware), format_sizes("bf16"))
-    rows = read(roomy / "llmservingsim_sim.csv")
-    possible = {number: candidates(rows, number, found) for number, found in prefixes(rows, cost)}
-    parents = {number: near[0] for number, near in possible.items() if near}
-    rows = read(scarce / "llmservingsim_sim.csv")
-    arrival_s = np.array([row[5] for row in rows])
-    run = replace(load_run(scarce), arrival_s=arrival_s, async_scheduling=False, graph_sizes=())
-    best = distance(run, rows, parents)
-    print(f"none {distance(run, rows, {}):.3f}, closest in length {best:.3f}", file=sys.stderr)
-    changed = True
-    while changed:
-        changed = False
-        for number in sorted(possible):
-            for earlier in [None, *possible[number]]:
-                tried = {key: value for key, value in parents.items() if key != number}
-                if earlier is not None:
-                    tried[number] = earlier
-                if tried != parents and (found := distance(run, rows, tried)) < best - LEAST_GAIN:
-                    parents, best, changed = tried, found, True
-        print(f"{best:.3f} {parents}", file=sys.stderr)
-    print("dataset_hash,request,starts_with,tokens")
-    for number, earlier in sorted(parents.items()):
-        print(f"{run.dataset_hash},{number},{earlier},{rows[earlier][0]}")
+def main(kind, path):
+    with (path if kind == "--ids" else path / "requests.jsonl").open(encoding="utf-8") as file:
+        calls = [json.loads(line) for line in file]
+    if kind == "--ids":
+        found = [(*row, "ids") for row in by_ids([call["input_tok_ids"] for call in calls])]
+    else:
+        calls.sort(key=lambda call: call["arrival_time"])
+        inputs, outputs = ([call[key] for call in calls] for key in ("input_toks", "output_toks"))
+        found = [(later, earlier, inputs[earlier], how) for later, earlier, how in by_counts(inputs, outputs)]
+    print(
+        "# Prompts of this workload that start with an earlier one: numbers in order of arrival, tokens in common."
+    )
+    print(
+        "# Made by tests/long_prefixes.py, which has the sources. known_by: read as token ids, or from counts."
+    )
+    rows = csv.writer(sys.stdout, lineterminator="\n")
+    rows.writerow(("dataset_hash", "request", "starts_with", "tokens", "known_by"))
+    rows.writerows((DATASET_HASH, *row) for row in found)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -103,6 +103,8 @@ def _result(kind: str, options: list[str], values: list) -> int | bool | np.floa
         return float_of(values[0]) if options[-1] == "f32" else values[0]
     x, y, *z = (bits_of(value) for value in values)
     if kind == "setp":
+        if options[-1] == "s32":
+            x, y = (value - (value >> 31 << 32) for value in (x, y))
         return {"ge": x >= y, "lt": x < y, "ne": x != y}[options[0]]
     if kind == "lop3":
         table = z[1]

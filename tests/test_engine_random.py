@@ -43,7 +43,9 @@ LOAD = st.builds(
     policy=POLICY,
     caching=st.booleans(),
     replicas=st.integers(1, 3),
-    router=st.sampled_from(["round-robin", "least-outstanding", "prefix-affinity", "session-sticky"]),
+    router=st.sampled_from(
+        ["round-robin", "least-outstanding", "fewest-calls", "prefix-affinity", "session-sticky"]
+    ),
 )
 def test_both_modes_agree(
     random_trace,

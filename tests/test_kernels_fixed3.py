@@ -10,11 +10,10 @@ from kvfold.codec import fixed3 as codec
 from kvfold.codec.cases import contents
 from kvfold.kernels import fixed3
 from kvfold.kernels import fixed3_layout as layout
-from kvfold.kernels.fixed3_pages import encode_side
 from kvfold.kernels.pages import PagedKv, block_table
 from tests.ptx import run
 
-PLACES = {name: line * layout.LINE_BYTES for name, line in layout.FIRST_LINES.items()}
+EVERY_QUAD = [(quads, quad) for quads in layout.QUADS for quad in range(quads)]
 TOKENS = np.arange(256)
 
 
@@ -71,56 +70,80 @@ def test_decoding_gives_every_pair_of_codes_with_64_as_lowest_exponent(kind):
             assert as_floats(np.array([pair & 0xFFFF, pair >> 16])).tolist() == expected.tolist()
 
 
-def shared_with(kind: str, main: np.ndarray, listed: np.ndarray) -> np.ndarray:
-    shared = np.full(PLACES["all"], 0xA5, np.uint8)
-    shared[PLACES[kind] : PLACES[kind] + len(main)] = main
-    shared[PLACES[kind] + len(main) : PLACES[kind] + len(main) + len(listed)] = listed
+def shared_with(places: dict[str, int], kind: str, main: np.ndarray, listed: np.ndarray) -> np.ndarray:
+    shared = np.full(places["all"], 0xA5, np.uint8)
+    data = np.concatenate([main, listed])
+    shared[places[kind] : places[kind] + len(data)] = data
     return shared
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_scores_are_corrected_by_what_exceptions_are_less_what_their_codes_say(at_once):
+def put(shared: np.ndarray, place: int, values: np.ndarray) -> None:
+    data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+    shared[place : place + len(data)] = data
+
+
+def in_bf16(values: np.ndarray) -> np.ndarray:
+    return (values.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def walks() -> list[tuple[int, int, int]]:
+    """Quads, the number of one of them, and how many entries are taken at once."""
+    return [(1, 0, 1), (1, 0, 3), *((quads, quad, layout.AT_ONCE) for quads, quad in EVERY_QUAD)]
+
+
+@pytest.mark.parametrize(("quads", "quad", "at_once"), walks())
+def test_scores_are_corrected_by_what_exceptions_are_less_what_their_codes_say(quads, quad, at_once):
     patterns, main, listed = real_block("k", seed=1)
-    shared = shared_with("k", main, listed)
-    query = np.random.default_rng(2).standard_normal((128, 8)).astype(np.float32)
-    codes = (query.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    shared[PLACES["query"] : PLACES["query"] + 2048] = codes.view(np.uint8).reshape(-1)
-    run(layout._correct_k_asm(at_once), {"$1": list(range(256))}, shared, 256)
-    corrected = shared[PLACES["extra"] : PLACES["extra"] + 4096].view(np.float32).reshape(256, 4)
+    places, heads = layout.PLACES[quads], layout.columns(quads)
+    shared = shared_with(places, "k", main, listed)
+    codes = in_bf16(np.random.default_rng(2).standard_normal((128, heads)))
+    put(shared, places["query"], codes)
+    run(layout.correct_k_asm(quads, quad, at_once), {"$1": list(range(256))}, shared, 256)
+    extra = shared[places["extra"] : places["extra"] + quads * 4096].view(np.float32)
+    corrected = extra.reshape(quads, 256, 4)[quad]
     seen, outside = said_by_codes(patterns, main)
     assert outside.any(axis=1).sum() > 64
     missing = np.where(outside, as_floats(patterns).astype(np.float64) - seen, 0)
-    expected = missing @ as_floats(codes).astype(np.float64)[:, :4]
+    expected = missing @ as_floats(codes).astype(np.float64)[:, 4 * quad : 4 * quad + 4]
     np.testing.assert_allclose(corrected, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+    for number in range(2):
+        # Two neighbouring heads of token 6 + number get what is theirs; a head that has none gets nothing.
+        where = [quad * 4096 + 3 * 32 + 8, 0xFFFFFFFF]
+        operands = {"$2": [np.float32(1)] * 2, "$3": [np.float32(2)] * 2, "$4": where}
+        added, kept = run(layout.ADD_EXTRA.value[quads][number].value, operands, shared, 2)
+        assert [added["$0"], added["$1"]] == [1 + corrected[6 + number, 2], 2 + corrected[6 + number, 3]]
+        assert [kept["$0"], kept["$1"]] == [1, 2]
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_sums_of_values_are_corrected_and_decayed(at_once):
+@pytest.mark.parametrize(("quads", "quad", "at_once"), walks())
+def test_sums_of_values_are_corrected_and_decayed(quads, quad, at_once):
     patterns, main, listed = real_block("v", seed=3)
-    shared = shared_with("v", main, listed)
-    weights = np.random.default_rng(4).random((256, 8)).astype(np.float32)
-    codes = (weights.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    lines = np.zeros((256, 8), np.uint16)
+    places, heads = layout.PLACES[quads], layout.columns(quads)
+    shared = shared_with(places, "v", main, listed)
+    codes = in_bf16(np.random.default_rng(4).random((256, heads)))
+    lines = np.zeros((256, heads), np.uint16)
     lines[weight_lines()] = codes
-    shared[PLACES["weights"] : PLACES["weights"] + 4096] = lines.view(np.uint8).reshape(-1)
-    decay = np.array([0.5, 1.0, 0.25, 2.0], np.float32)
-    shared[PLACES["decay"] : PLACES["decay"] + 16] = decay.view(np.uint8)
+    put(shared, places["weights"], lines)
+    decay = 2.0 ** np.random.default_rng(6).integers(-2, 2, heads).astype(np.float32)
+    put(shared, places["decay"], decay)
     before = np.random.default_rng(5).standard_normal((4, 256)).astype(np.float32)
     operands = {"$4": list(range(256)), **{f"${5 + i}": list(before[i]) for i in range(4)}}
-    after = run(layout._correct_v_asm(at_once), operands, shared, 256)
+    after = run(layout.correct_v_asm(quads, quad, at_once), operands, shared, 256)
     sums = np.array([[held[f"${i}"] for i in range(4)] for held in after], np.float64)
     seen, outside = said_by_codes(patterns, main)
     missing = np.where(outside, as_floats(patterns).astype(np.float64) - seen, 0)
-    expected = missing.T @ as_floats(codes).astype(np.float64)[:, :4]
-    expected += (decay * before.T.astype(np.float64)).reshape(128, 2, 4).sum(axis=1)
+    of_quad = slice(4 * quad, 4 * quad + 4)
+    expected = missing.T @ as_floats(codes).astype(np.float64)[:, of_quad]
+    expected += (decay[of_quad] * before.T.astype(np.float64)).reshape(128, 2, 4).sum(axis=1)
     found = sums.reshape(128, 2, 4).sum(axis=1)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
-def test_everything_fits_two_programs_on_a_multiprocessor():
+def test_two_programs_fit_a_multiprocessor_or_one_of_16_columns():
     """228 KiB on an H200, 1 KiB of it reserved per program; Triton's own exchanges take up to 2 KiB."""
-    assert 2 * (PLACES["all"] + 2048 + 1024) <= 228 * 1024
-    assert PLACES["k"] == 0
+    for quads, programs in ((1, 2), (2, 2), (4, 1)):
+        assert programs * (layout.PLACES[quads]["all"] + 2048 + 1024) <= 228 * 1024
+        assert layout.PLACES[quads]["k"] == 0
     assert fixed3.MAIN_BYTES % layout.LINE_BYTES == 0
 
 
@@ -143,7 +166,7 @@ def small_kv() -> fixed3.Fixed3Kv:
             4,
             r"packed_v must be uint8 \[page, 2, 45312\]",
         ),
-        ({}, 5, "4"),
+        ({}, 17, "at most 16 query heads per KV head, got 17"),
     ],
 )
 def test_what_the_kernel_cannot_take_is_refused(changes, group, message):
@@ -151,14 +174,3 @@ def test_what_the_kernel_cannot_take_is_refused(changes, group, message):
     kv = replace(kv, pages=replace(kv.pages, **changes))
     with pytest.raises(ValueError, match=message):
         fixed3.attend(torch.zeros((1, 2 * group, 128), dtype=torch.bfloat16), kv, 1.0, 1)
-
-
-def test_pages_that_no_query_or_sum_can_be_scaled_for_stay_raw():
-    patterns = np.full((2, 512, 128), 126 << 7, np.uint16)
-    patterns[1, 256:] = (fixed3.LARGEST_K_BASE + 8) << 7
-    assert encode_side(patterns, 256, "k").is_raw.tolist() == [False, True]
-    assert encode_side(patterns, 256, "v").is_raw.tolist() == [False, True]
-    patterns[1, 256:] = (fixed3.LARGEST_K_BASE - 8) << 7
-    patterns[0, :256] = 64 << 7
-    assert encode_side(patterns, 256, "v").is_raw.tolist() == [True, False]
-    assert encode_side(patterns, 256, "k").is_raw.tolist() == [False, False]

@@ -148,7 +148,7 @@ def test_slots_start_on_cache_lines():
     [
         ({"raw": torch.zeros(4, 1, 16, 64)}, "raw must be contiguous torch.bfloat16"),
         ({"kind": "q"}, "kind must be 'k' or 'v', got 'q'"),
-        ({"block_tokens": 96}, "must be 64, 128 or 256, got 64 and 96"),
+        ({"block_tokens": 96}, "block_tokens 64, 128 or 256, got 64 and 96"),
         ({"raw_pages": torch.zeros(1, 3, dtype=torch.int32)}, r"raw_pages must be \[1, 4\], got \[1, 3\]"),
         ({"records": torch.zeros(1, 1, 9, dtype=torch.uint8)}, r"records must be \[page, 1, 6400\]"),
         ({"raw": torch.zeros(8, 1, 8, 64, dtype=torch.bfloat16)}, "multiple of 16 tokens that divides"),

@@ -5,10 +5,12 @@ import hashlib
 import pytest
 import torch
 
-from kvfold.kernels import bf16, fixed4
-from kvfold.kernels.fixed4_pack import pack
-from kvfold.kernels.fixed4_unpack import unpack
-from kvfold.kernels.inputs import Case, make
+from kvfold.kernels import bf16
+from kvfold.kernels.fixed3_pack import empty_slots
+from kvfold.kernels.fixed3_pages import LIST_BYTES
+from kvfold.kernels.fixed4_pack import slot_bytes
+from kvfold.kernels.fused import FIXED4, FUSED
+from kvfold.kernels.inputs import Case, draw, keys, raw_pages, values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="races need an NVIDIA GPU")
 LAUNCHES = 100
@@ -32,30 +34,49 @@ def results(launch):
 
 
 @pytest.mark.parametrize("schedule", [(1, None), (3, None), (16, None), (1, 7), (1, 132), (1, 1000)], ids=str)
-@pytest.mark.parametrize("name", ["bf16", "fixed4"])
+@pytest.mark.parametrize("name", ["bf16", *(fused.name for fused in FUSED)])
 def test_attention(name, schedule):
     splits, programs = schedule
-    q, kv, raw = make(CASE, "cuda")
-    kernel, pages = (bf16.attend, raw) if name == "bf16" else (fixed4.attend, kv)
-    assert len(results(lambda: kernel(q, pages, 0.09, splits, programs=programs))) == 1
+    drawn = draw(CASE, "cuda")
+    kernel, pages = bf16.attend, raw_pages(drawn)
+    for fused in FUSED:
+        if fused.name == name:
+            kernel, (pages, _, _) = fused.attend, fused.pack_drawn(drawn)
+    assert len(results(lambda: kernel(drawn.q, pages, 0.09, splits, programs=programs))) == 1
+
+
+def poisoned(fused, pages):
+    """Room for packed pages of one side, and all its bytes."""
+    if fused is FIXED4:
+        side = torch.empty((pages, 8, slot_bytes(256, 128)), dtype=torch.uint8, device="cuda")
+        parts = [side]
+    else:
+        side = empty_slots(pages, 8, 256, 128, LIST_BYTES, torch.device("cuda"))
+        parts = [side.mains, side.lists, side.entries]
+    parts = [part.view(torch.uint8).view(-1) for part in parts]
+    for part in parts:
+        part.fill_(0xA5)
+    return side, parts
 
 
 @pytest.mark.parametrize("kind", ["k", "v"])
-def test_packing_and_unpacking(kind):
-    _, kv, _ = make(CASE, "cuda")
-    records, raw = (kv.packed_k, kv.raw_k) if kind == "k" else (kv.packed_v, kv.raw_v)
+@pytest.mark.parametrize("fused", FUSED, ids=lambda fused: fused.name)
+def test_packing_and_unpacking(fused, kind):
+    fill = keys if kind == "k" else values
+    raw = fill((16, 8, 64, 128), torch.Generator("cuda").manual_seed(11))
     places = torch.arange(4, dtype=torch.int32, device="cuda")
     pages = torch.arange(16, dtype=torch.int32, device="cuda").view(4, 4)
+    side, _ = poisoned(fused, 4)
+    fused.pack(raw, pages, side, places, kind, 256)
 
     def packed():
-        out = torch.full_like(records[:4], 0xA5)
-        return torch.cat(
-            [out.flatten(), pack(raw, pages, out, places, kind, 256).view(torch.uint8).flatten()]
-        )
+        own, parts = poisoned(fused, 4)
+        counts = fused.pack(raw, pages, own, places, kind, 256)
+        return torch.cat([*parts, counts.view(torch.uint8).view(-1)])
 
     def unpacked():
-        out = torch.full_like(raw[:16], float("nan"))
-        unpack(records, places, out, pages, kind, 256)
+        out = torch.full_like(raw, float("nan"))
+        fused.unpack(side, places, out, pages, kind, 256)
         return out
 
     assert len(results(packed)) == 1

@@ -365,5 +365,5 @@ def test_list_marks_what_is_unknown_or_not_checked(run):
     lines = {line.split()[0]: line.split() for line in run("list", "gpus").out.splitlines() if line.strip()}
     assert lines["m4"][1:] == ["32.0?", "0.120", "?", "?", "?", "?"]
     assert lines["h100"][1:] == ["79.2", "3.350", "989", "700", "450", "10"]
-    assert lines["dgx-spark"][1:] == ["119.7", "0.273", "125?", "140", "25?", "57?"]
+    assert lines["dgx-spark"][1:] == ["119.7", "0.273", "125?", "140", "25?", "113?"]
     assert any(name.endswith("gpus.toml") for name in lines)

@@ -162,8 +162,26 @@ def test_weight_formats():
     model = load_model("llama-3.1-8b")
     assert model.weights_bytes("w4a16").dense == model.dense_params * 4.25 / 8
     assert model.weights_bytes("w4a16").embedding == model.weights_bytes("bf16").embedding
-    with pytest.raises(ConfigError, match="--weights must be one of bf16, fp8, w4a16, got 'int3'"):
+    with pytest.raises(ConfigError, match="--weights must be one of bf16, fp8, w4a16, w4a16-mlp, got"):
         model.weights_bytes("int3")
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out_gb", "loaded_gb"),
+    [("qwen3.6-27b", 0.9, 27.51 * 2**30 / 1e9), ("qwen3.6-35b-a3b", 2.6, 24.4)],
+)
+def test_four_bits_in_mlps_and_experts_alone(name, left_out_gb, loaded_gb):
+    """GPTQ checkpoints that leave attention and shared experts in BF16: raydelossantos/Qwen3.6-27B-GPTQ-Int4 takes
+    27.51 GiB in vLLM, palmfuture/Qwen3.6-35B-A3B-GPTQ-Int4 24.4 GB on disk. Both hold a vision encoder (about
+    0.46e9 parameters in BF16), the second also an MTP layer (0.84e9), which ModelSpec does not count.
+    """
+    model = load_model(name)
+    total_gb = model.weights_bytes("w4a16-mlp").total / 1e9
+    assert total_gb < loaded_gb
+    assert total_gb + left_out_gb == pytest.approx(loaded_gb, rel=0.02)
+    assert model.weights_bytes("w4a16").total < model.weights_bytes("w4a16-mlp").total
+    kept_params = model.dense_params - model.mlp_params
+    assert model.weights_bytes("w4a16-mlp").dense == 2 * kept_params + model.mlp_params * 4.25 / 8
 
 
 def test_a_tied_head_is_read_by_a_step_but_stored_once():

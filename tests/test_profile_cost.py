@@ -75,12 +75,14 @@ def test_overhead_is_per_step_token_and_sequence(tmp_path):
     assert more - cost_of(path).base_fs(4, 100, 1) == pytest.approx((1e-3 + 104e-6 + 5e-5) * 1e15)
 
 
-def test_two_gpus_reduce_twice_a_layer(tmp_path):
+def test_two_gpus_reduce_twice_a_layer_and_once_more_and_gather_the_logits(tmp_path):
     path = make_profile(tmp_path, tp=2)
     link = Link(16e9, 2e-5, "made up")
     alone, group = cost_of(path), cost_of(path, link=link)
-    hops_s = 2 * (2e-5 + 2 * 64 * 4096 / 2 / 16e9)
-    assert group.base_fs(64, 0, 0) - alone.base_fs(64, 0, 0) == pytest.approx(2 * 32 * hops_s * 1e15)
+    reduce_s = 2 * (2e-5 + 2 * 64 * 4096 / 2 / 16e9)
+    gather_s = 2e-5 + 2 * 65 * 128_256 / 2 / 16e9
+    found_fs = group.base_fs(64, 0, 0) - alone.base_fs(64, 0, 0)
+    assert found_fs == pytest.approx((65 * reduce_s + gather_s) * 1e15)
 
 
 def test_ranks_share_the_experts(tmp_path):
@@ -92,6 +94,20 @@ def test_ranks_share_the_experts(tmp_path):
     assert shared.base_fs(16, 0, 0) - alone.base_fs(16, 0, 0) == pytest.approx(
         48 * 0.5 * (after - before) * 1e9
     )
+
+
+def test_what_ranks_compute_together_follows_the_tokens_of_all(tmp_path):
+    """A step alone counts it as if the others had as many tokens; experts and exchange see the sum."""
+    model, link = load_model("qwen3-30b-a3b"), Link(16e9, 2e-5, "made up")
+    path = make_profile(tmp_path, model="Qwen/Qwen3-30B-A3B", moe=True)
+    cost, apart = cost_of(path, model, data_parallel=2, link=link), cost_of(path, model, data_parallel=2)
+    exchange_s = 2 * (2e-5 + 2 * 2048 * 40 / 2 / 16e9)
+    assert cost.shared_fs(40) - apart.shared_fs(40) == pytest.approx(48 * exchange_s * 1e15)
+    block_us = 5 + 0.02 * 20 + 0.5 * expected_experts(128, 8, 40) / 2
+    assert apart.shared_fs(40) == pytest.approx(48 * block_us * 1e9)
+    own_fs = [each.base_fs(20, 0, 0) - each.shared_fs(40) for each in (cost, apart)]
+    assert own_fs[0] == pytest.approx(own_fs[1], abs=2)
+    assert cost_of(make_profile(tmp_path / "dense"), data_parallel=2).shared_fs(40) == 0
 
 
 def test_strict_costs_refuse_what_is_outside_of_the_grid(tmp_path):

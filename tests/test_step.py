@@ -68,6 +68,34 @@ def test_expected_experts_against_draws():
     assert expected_experts(64, 6, 10_000) == pytest.approx(64)
 
 
+def systematic(rng, inclusion):
+    """One draw of distinct items that takes item i with probability inclusion[i]; their sum is the draw's size."""
+    order = rng.permutation(len(inclusion))
+    ends = np.cumsum(inclusion[order])
+    ticks = rng.random() + np.arange(round(float(ends[-1])))
+    return order[np.searchsorted(ends, ticks)]
+
+
+def test_expected_experts_of_unequal_shares_against_draws():
+    """Fixed-size draws with unequal probabilities, tokens independent: what the formula says, to its noise."""
+    rng = np.random.default_rng(8)
+    shares = np.exp(-4.0 * np.arange(64) / 64)
+    shares /= shares.sum()
+    assert 6 * shares.max() < 1
+    for tokens in (2, 3, 20):
+        draws = [
+            len(np.unique(np.concatenate([systematic(rng, 6 * shares) for _ in range(tokens)])))
+            for _ in range(600)
+        ]
+        standard_error = np.std(draws) / np.sqrt(len(draws))
+        expected = expected_experts(64, 6, tokens, shares)
+        assert expected == pytest.approx(np.mean(draws), abs=4 * standard_error)
+        assert expected < expected_experts(64, 6, tokens)
+    assert expected_experts(64, 6, 1, shares) == pytest.approx(6)
+    assert expected_experts(64, 6, 10_000, shares) == pytest.approx(64, abs=0.5)
+    assert expected_experts(64, 6, 20, [1 / 64] * 64) == pytest.approx(expected_experts(64, 6, 20))
+
+
 @pytest.mark.parametrize(("name", "sequences", "published_tok_s"), [("bf16", 2, 19.0), ("gaac", 3, 22.8)])
 def test_dgx_spark_within_20_percent_of_the_preprint(name, sequences, published_tok_s):
     cost = step_cost(load_model("qwen3-8b"), load_gpu("dgx-spark"), SIZES[name], "w4a16")

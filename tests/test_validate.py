@@ -1,5 +1,6 @@
 """`kvfold validate`: recorded runs that load unchanged, gates that can be missed, what is skipped and drawn."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -98,6 +99,102 @@ def test_settings_that_are_missing_are_one_line(tmp_path):
     (path / "cluster_config.json").write_text('{"nodes": []}')
     with pytest.raises(ConfigError, match="settings of the run"):
         load_run(path)
+
+
+def rewrite(path, change):
+    """A JSON file, or every line of one with several, changed."""
+    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    path.write_text("\n".join(json.dumps(change(json.loads(line))) for line in lines))
+
+
+def without(*keys):
+    return lambda found: {key: value for key, value in found.items() if key not in keys}
+
+
+ODD = {
+    "more keys": lambda path: [
+        rewrite(path / name, lambda found: found | {"new": {"a": [1]}, "other": None})
+        for name in ("requests.jsonl", "meta.json", "cluster_config.json")
+    ],
+    "numbers as ids": lambda path: rewrite(path / "requests.jsonl", lambda row: row | {"request_id": 7}),
+    "no ids": lambda path: rewrite(path / "requests.jsonl", without("request_id")),
+    "no KV in the log": lambda path: (path / "timeseries.csv").write_text("t,running,waiting\n1.0,5,1\n"),
+    "a log without what we draw": lambda path: (path / "timeseries.csv").write_text("time\n1.0\n"),
+    "an empty log": lambda path: (path / "timeseries.csv").write_text(""),
+    "no log": lambda path: (path / "timeseries.csv").unlink(),
+    "rows in another order": lambda path: (path / "requests.jsonl").write_text(
+        "\n".join(reversed((path / "requests.jsonl").read_text().splitlines()))
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("shape", [{}, SHAPES["experts over two data-parallel ranks"]], ids=("one", "two"))
+def test_odd_but_plausible_files_load_alike(tmp_path, shape, odd):
+    path = write(tmp_path, **shape)
+    before = replay(load_run(path), tmp_path / "profiles")
+    odd(path)
+    after = validate(tmp_path, ["engine"], quiet)
+    found = [check["value"] for check in after["checks"] if check["unit"] == "s"]
+    assert found == [check.value for check in checks_of(before)]
+
+
+def test_rows_of_several_ranks_are_one_log(tmp_path):
+    path = write(tmp_path, **SHAPES["experts over two data-parallel ranks"])
+    (path / "timeseries.csv").write_text(
+        "t,engine,running,waiting,kv_cache_pct\n1.0,rank 0,5,1,40\n1.0,rank 1,7,0,20\n2.0,rank 0,4,0,10\n"
+    )
+    log = load_run(path).log
+    assert {name: values.tolist() for name, values in log.items()} == {
+        "t": [1.0, 2.0],
+        "running": [12.0, 4.0],
+        "waiting": [1.0, 0.0],
+        "kv_cache_pct": [30.0, 10.0],
+    }
+
+
+def test_blocks_are_the_sum_over_ranks(tmp_path):
+    path = write(tmp_path, **SHAPES["experts over two data-parallel ranks"])
+    assert replay(load_run(path), tmp_path / "profiles").budget.num_units == 400 // 2 - 1
+
+
+def test_a_rank_holds_its_share_of_the_experts(tmp_path):
+    """29 of 30.5 billion parameters are in experts: half of those on each of two ranks leave room for more KV."""
+    path = write(tmp_path, blocks=None, **SHAPES["experts over two data-parallel ranks"])
+    recorded, profiles = load_run(path), tmp_path / "profiles"
+    shared = replay(recorded, profiles).budget
+    whole = replay(dataclasses.replace(recorded, expert_parallel=False), profiles).budget
+    assert whole.weights_bytes - shared.weights_bytes == 2 * 48 * 128 * 3 * 2048 * 768 // 2
+    assert shared.kv_budget_bytes - whole.kv_budget_bytes == whole.weights_bytes - shared.weights_bytes
+
+
+def test_the_slowest_dimension_of_the_network_counts(tmp_path):
+    path = write(tmp_path, **SHAPES["dense on two tensor-parallel GPUs"])
+    assert load_run(path).link_bytes_per_s is None
+    several = {"link_bw": [64, 16], "link_latency": [1000, 20_000]}
+    rewrite(path / "cluster_config.json", lambda found: found | several)
+    recorded = load_run(path)
+    assert (recorded.link_bytes_per_s, recorded.link_latency_s) == (16e9, 2e-5)
+    rewrite(path / "cluster_config.json", lambda found: found | {"link_bw": 0})
+    with pytest.raises(ConfigError, match="link_bw must be above 0"):
+        load_run(path)
+
+
+def test_experts_need_their_table(tmp_path):
+    path = write(tmp_path, **SHAPES["experts over two data-parallel ranks"])
+    (table,) = tmp_path.rglob("moe.csv")
+    table.unlink()
+    with pytest.raises(ConfigError, match=r"no moe\.csv"):
+        replay(load_run(path), tmp_path / "profiles")
+
+
+def test_profiles_may_lie_in_folders_of_folders(tmp_path):
+    path = write(tmp_path, **SHAPES["dense on two tensor-parallel GPUs"])
+    (flat,) = (tmp_path / "profiles").iterdir()
+    nested = tmp_path / "profiles" / "RTXPRO6000" / "Qwen" / "Qwen3-32B" / "bf16" / "tp2"
+    nested.parent.mkdir(parents=True)
+    flat.rename(nested)
+    assert replay(load_run(path), tmp_path / "profiles").simulated.calls.last_token_s.min() > 0
 
 
 def test_a_run_without_its_profile_says_which_there_are(tmp_path):
