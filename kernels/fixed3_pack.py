@@ -59,11 +59,28 @@ def pair_tile(
 
 
 @triton.jit
-def _top_window(top_low, top_high):
-    """Bases of windows that end at the largest exponents; these plus 0x80 are in the upper halves."""
-    low = tl.maximum((tl.max(top_low, 0) >> 16) - 0x80 - 0x380, 0x80)
-    high = tl.maximum((tl.max(top_high, 0) >> 16) - 0x80 - 0x380, 0x80)
+def _top_base(top):
+    """Base of the window that ends at the largest exponent; this plus 0x80 is in the upper half."""
+    return tl.maximum((top >> 16) - 0x80 - 0x380, 0x80)
+
+
+@triton.jit
+def _halves(low, high):
     return (low | (high << 16)).to(tl.uint32)
+
+
+@triton.jit
+def _join_4(parts):
+    return tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+
+
+@triton.jit
+def _split_4(joined):
+    """What `_join_4` joined."""
+    even, odd = tl.split(joined)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -74,13 +91,16 @@ def _differs(exponents, exponent):
 
 @triton.jit
 def _lower_window(words, first: tl.constexpr, count: tl.constexpr, base):
-    """How many halves have the exponent below the window, or not its last: more than all if those below win."""
+    """How many halves of a column have the exponent below the window, or not its last, by row.
+
+    The sum over rows is more than all halves if those below win.
+    """
     found = tl.zeros_like(words[0])
     for number in tl.static_range(count):
         exponents = words[first + number] & EXPONENT_BITS
         found += _differs(exponents, base[None, :] + 0x03800380) >> 15
         found += (_differs(exponents, base[None, :] - 0x00800080) ^ TOP_BITS) >> 15
-    return tl.sum(found, 0)
+    return found
 
 
 @triton.jit
@@ -110,17 +130,24 @@ def _bases(words, TILES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ALONG_TOKENS:
         top = tl.maximum(lows[0], highs[0])
         for quarter in tl.static_range(1, 4):
             top = tl.maximum(top, tl.maximum(lows[quarter], highs[quarter]))
-        base = _top_window(top, top)
-        found = _lower_window(words, 0, 16, base)
+        top = _top_base(tl.max(top, 0))
+        base = _halves(top, top)
+        found = tl.sum(_lower_window(words, 0, 16, base), 0)
         found = (found & 0xFFFF) + (found >> 16)
         base = _lowered(base, found | (found << 16), BLOCK_TOKENS)
         return (base, base, base, base)
     else:
+        # Reduced over rows together: each reduction waits for all warps.
+        tops = tl.join(_join_4(lows), _join_4(highs))
+        lows, highs = tl.split(_top_base(tl.max(tops, 0)))
+        tops = _split_4(_halves(lows, highs))
+        found = ()
+        for quarter in tl.static_range(4):
+            found = found + (_lower_window(words, quarter * TILES, TILES, tops[quarter]),)  # noqa: RUF005
+        found = _split_4(tl.sum(_join_4(found), 0))
         bases = ()
         for quarter in tl.static_range(4):
-            base = _top_window(lows[quarter], highs[quarter])
-            found = _lower_window(words, quarter * TILES, TILES, base)
-            bases = bases + (_lowered(base, found, BLOCK_TOKENS),)  # noqa: RUF005
+            bases = bases + (_lowered(tops[quarter], found[quarter], BLOCK_TOKENS),)  # noqa: RUF005
         return bases
 
 
@@ -308,6 +335,8 @@ def pack(
     """
     arguments = check_pages(raw, raw_pages, slots, places, kind, block_tokens)
     lowest, highest = BASES[kind]
+    # V fits half the registers of each thread, and twice the warps wait less; K would spill.
+    halves = 2 if kind == "v" else 1
     counts = torch.empty((len(places), raw.shape[1]), dtype=torch.int32, device=raw.device)
     if len(places):
         _pack_kernel[(len(places), raw.shape[1])](
@@ -324,8 +353,8 @@ def pack(
             **arguments,
             LOWEST_BASE=lowest,
             HIGHEST_BASE=highest,
-            num_warps=warps_of(block_tokens, raw.shape[3]),
-            maxnreg=128,  # two programs on a multiprocessor
+            num_warps=halves * warps_of(block_tokens, raw.shape[3]),
+            maxnreg=128 // halves,  # two programs on a multiprocessor
         )
     return counts
 
