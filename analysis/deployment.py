@@ -99,10 +99,13 @@ def deploy(
     )
 
 
-def cost_table(gpu_name: str) -> CostTable | None:
-    """The measured costs that come with the program for this GPU, None where it was not measured."""
+def cost_table(gpu_name: str, attention: str = "") -> CostTable | None:
+    """The measured costs that come with the program for this GPU, None where it was not measured.
+
+    `attention`: of decode attention, only kernels with this in their names.
+    """
     with _cost_file(gpu_name) as path:
-        return load_costs(path) if path is not None else None
+        return load_costs(path, attention) if path is not None else None
 
 
 @contextmanager

@@ -165,8 +165,8 @@ class CostTable:
     prefill: PrefillTable | None = None
 
 
-def load_costs(path: Path) -> CostTable:
-    """Read a cost table; of several kernels for one point the fastest counts.
+def load_costs(path: Path, attention: str = "") -> CostTable:
+    """Read a cost table; of several kernels for one point the fastest counts, of attention those so named.
 
     Raises ConfigError, naming file and line, for a value that is no number and for a point without its shape.
     """
@@ -177,7 +177,7 @@ def load_costs(path: Path) -> CostTable:
         reader = csv.DictReader(line for line in file if not line.startswith("#"))
         for row in reader:
             try:
-                if row["op"] == "attend" and row["sustained"] in _BURST:
+                if row["op"] == "attend" and row["sustained"] in _BURST and attention in row["kernel"]:
                     _add_attend(attend, row)
                 elif row["op"] == "linear" and row["sustained"] in _BURST:
                     _add_linear(linear, row)
