@@ -56,10 +56,10 @@ def _against_own(gpu: str, public: CostTable, own: CostTable) -> list[Check]:
     if family is not None and "bf16" in family.attend:
         decode = list(_decode_points(public.attend["bf16"], family.attend["bf16"]))
         note = "FlashAttention on both sides, ours as torch has it, which splits no work of large batches"
-        checks += _summary(f"{gpu} decode attention, our table, {FAMILY}", decode, 0.10, note)
+        checks += _summary(f"{gpu} decode attention, our table, {FAMILY}", decode, None, note)
     decode = list(_decode_points(public.attend["bf16"], own.attend["bf16"]))
     note = f"the fastest of: {own.attend['bf16'].kernel}; what speed-ups and plans use"
-    checks += _summary(f"{gpu} decode attention, our table, fastest kernel", decode, None, note)
+    checks += _summary(f"{gpu} decode attention, our table, fastest kernel", decode, 0.10, note)
     products = list(_product_points(public.linear["bf16"], own.linear["bf16"]))
     note = f"same weight bytes and tokens, from {LEAST_BYTES >> 20} MiB on: smaller ones fit a cache that we flush"
     checks += _summary(f"{gpu} BF16 products, our table", products, None, note)

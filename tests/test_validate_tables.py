@@ -87,11 +87,11 @@ def test_a_bad_latency_is_named_with_its_line(tmp_path):
 def test_the_worst_point_is_named(tmp_path):
     make_perfdb(tmp_path, "h200_sxm")
     found = {check.name: check for check in tables(tmp_path).checks}
-    gated = found["h200 decode attention, our table, torch sdpa flash: median"]
+    gated = found["h200 decode attention, our table, fastest kernel: median"]
     assert gated.gate == 0.10
     assert not gated.passed  # the made-up GPU is far from an H200
-    assert found["h200 decode attention, our table, fastest kernel: median"].gate is None
-    worst = found["h200 decode attention, our table, torch sdpa flash: worst"]
+    assert found["h200 decode attention, our table, torch sdpa flash: median"].gate is None
+    worst = found["h200 decode attention, our table, fastest kernel: worst"]
     batch, context = worst.note.replace(",", "").split(" x ")
     assert worst.reference == pytest.approx(1 + int(batch) * int(context) * 1e-3)
 
