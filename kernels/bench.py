@@ -1,6 +1,6 @@
 """Times of attention and packing on this GPU: rows of the cost table that the simulator reads.
 
-Both sides of every ratio run in one process, on the same pages in shuffled order, launched from CUDA graphs, with
+Both sides of every ratio run in one process, on the same pages in shuffled order, launched from CUDA graphs,
 with nothing of their own in the cache. Nothing is timed before the gate has passed.
 """
 
