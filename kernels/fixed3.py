@@ -13,7 +13,7 @@ from kvfold.kernels.fixed3_gluon import attend_kernel
 from kvfold.kernels.fixed3_layout import BLOCK_TOKENS, HEAD_DIM, QUAD, QUADS, WARPS, columns
 from kvfold.kernels.fixed4_pack import check_page_tokens
 from kvfold.kernels.merge import merge_shares, merge_splits, parts_for
-from kvfold.kernels.shares import schedule
+from kvfold.kernels.shares import copies_at_once, schedule
 
 if TYPE_CHECKING:
     from kvfold.kernels.pages import PagedKv
@@ -46,6 +46,7 @@ def attend(
     has_skips: bool = False,
     exceptions: bool = True,
     programs: int | None = None,
+    copies: int | None = None,
 ) -> torch.Tensor:
     """Attention of ``q`` ``bfloat16 [batch, q_heads, head_dim]`` over ``kv``: float32 of that shape.
 
@@ -53,7 +54,8 @@ def attend(
     are divided evenly among that many instead (`kvfold.kernels.shares`). ``in_tile`` puts exceptions where the raw
     pages have them: slow, and equal to the same call on raw pages by ``torch.equal``. ``has_skips`` says that the
     table has skips (a sliding window). ``exceptions=False`` leaves them out, to time what they cost: the result is
-    wrong. Raises ValueError when shapes do not fit, for packed pages of other than 256 tokens, heads of other than
+    wrong. ``copies`` is 1 or 2, by default what `kvfold.kernels.shares.copies_at_once` says; the result is the
+    same. Raises ValueError when shapes do not fit, for packed pages of other than 256 tokens, heads of other than
     128 channels and more than 16 query heads per KV head.
     """
     pages = kv.pages
@@ -77,7 +79,8 @@ def attend(
     rows = columns(quads)
     parts, lse = parts_for(q, out, pages.kv_heads, rows, splits, programs)
     table = pages.table
-    attend_kernel[(batch * pages.kv_heads * splits if programs is None else programs,)](
+    launched = batch * pages.kv_heads * splits if programs is None else programs
+    attend_kernel[(launched,)](
         q,
         pages.packed_k.view(torch.uint32),
         pages.packed_v.view(torch.uint32),
@@ -109,6 +112,7 @@ def attend(
         WINDOW=has_skips,
         IN_TILE=in_tile,
         EXCEPTIONS=exceptions,
+        COPIES=copies_at_once(launched, q.device) if copies is None else copies,
         **schedule(batch, splits, programs),
         num_warps=WARPS,
         # Shared memory has room for two programs on a multiprocessor, or for one of 16 columns.

@@ -111,6 +111,7 @@ def attend_kernel(
     IN_TILE: gl.constexpr,
     IS_WHOLE: gl.constexpr,  # one split
     EXCEPTIONS: gl.constexpr,  # only a measurement of their cost leaves them out
+    COPIES: gl.constexpr,  # on their way at a time: 2, of K and of V, or 1
     EVEN: gl.constexpr,  # shares (`kvfold.kernels.shares`) instead of splits
     BATCH_TILE: gl.constexpr,
 ):
@@ -194,10 +195,13 @@ def attend_kernel(
             place_in_row += 1
         packed_last = gl.minimum(last, packed_count)
         table_ptr = packed_table_ptr + b * packed_width
-        if (first < packed_last) & (is_ahead == 0):
-            here = gl.load(table_ptr + first).to(gl.int64) * kv_heads + head
-            copy(thread, k_words_ptr, here, k_lists_ptr, gl.load(k_entries_ptr + here), COPY_K[QUADS])
-            copy(thread, v_words_ptr, here, v_lists_ptr, gl.load(v_entries_ptr + here), COPY_V[QUADS])
+        has_packed = first < packed_last
+        unit = gl.load(table_ptr + first, mask=has_packed, other=0).to(gl.int64) * kv_heads + head
+        this_v_entry = gl.load(v_entries_ptr + unit, mask=has_packed, other=0)
+        if has_packed & (is_ahead == 0):
+            copy(thread, k_words_ptr, unit, k_lists_ptr, gl.load(k_entries_ptr + unit), COPY_K[QUADS])
+            if COPIES == 2:
+                copy(thread, v_words_ptr, unit, v_lists_ptr, this_v_entry, COPY_V[QUADS])
         if EVEN:
             # The next head's first block, whose copy may start while this head's last is consumed.
             next_b = gl.minimum(b + (head + 1) // kv_heads, batch - 1)
@@ -236,6 +240,7 @@ def attend_kernel(
                     k_main_ptr, k_list_ptr = byte_ptrs(k_words_ptr, k_lists_ptr, k_entries_ptr, here)
                     v_main_ptr, v_list_ptr = byte_ptrs(v_words_ptr, v_lists_ptr, v_entries_ptr, here)
                 follows = block + 1 < packed_last
+                this_unit = unit
                 unit = page * kv_heads + head
                 if EVEN:
                     unit = gl.where(follows, unit, next_unit)
@@ -266,9 +271,12 @@ def attend_kernel(
                     )
                     bases = bases + (held,)  # noqa: RUF005
                 barrier()
-                if follows:
+                if COPIES == 1:
+                    copy(thread, v_words_ptr, this_unit, v_lists_ptr, this_v_entry, COPY_V[QUADS])
+                    this_v_entry = v_entry
+                elif follows:
                     copy(thread, k_words_ptr, unit, k_lists_ptr, k_entry, COPY_K[QUADS])
-                k_entry = gl.load(k_entries_ptr + page * kv_heads + head)
+                next_k = gl.load(k_entries_ptr + page * kv_heads + head)
                 s0, s1 = zero, zero
                 for plane in gl.static_range(4):
                     for word in gl.static_range(2):
@@ -323,7 +331,11 @@ def attend_kernel(
                     )
                 barrier()
                 if follows:
-                    copy(thread, v_words_ptr, unit, v_lists_ptr, v_entry, COPY_V[QUADS])
+                    if COPIES == 1:
+                        copy(thread, k_words_ptr, unit, k_lists_ptr, k_entry, COPY_K[QUADS])
+                    else:
+                        copy(thread, v_words_ptr, unit, v_lists_ptr, v_entry, COPY_V[QUADS])
+                k_entry = next_k
                 v_entry = gl.load(v_entries_ptr + page * kv_heads + head)
                 for plane in gl.static_range(4):
                     for place in gl.static_range(4):

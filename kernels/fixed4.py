@@ -12,7 +12,7 @@ from kvfold.kernels.fixed4_gluon import attend_kernel
 from kvfold.kernels.fixed4_layout import nibble_layout, weight_layouts
 from kvfold.kernels.fixed4_pack import slot_bytes
 from kvfold.kernels.merge import merge_shares, merge_splits, parts_for
-from kvfold.kernels.shares import schedule
+from kvfold.kernels.shares import copies_at_once, schedule
 
 if TYPE_CHECKING:
     from kvfold.kernels.pages import PagedKv
@@ -30,6 +30,7 @@ def attend(
     has_skips: bool = False,
     exceptions: bool = True,
     programs: int | None = None,
+    copies: int | None = None,
 ) -> torch.Tensor:
     """Attention of ``q`` ``bfloat16 [batch, q_heads, head_dim]`` over ``kv``: float32 of that shape.
 
@@ -37,7 +38,8 @@ def attend(
     are divided evenly among that many instead (`kvfold.kernels.shares`), which suits ragged batches: twice as many
     as there are multiprocessors. ``in_tile`` puts exceptions where the raw pages have them: slow, and equal to the
     same call on raw pages by ``torch.equal``. ``has_skips`` says that the table has skips (a sliding window).
-    ``exceptions=False`` leaves them out, to time what they cost: the result is wrong. Raises ValueError for shapes
+    ``exceptions=False`` leaves them out, to time what they cost: the result is wrong. ``copies`` is 1 or 2, by
+    default what `kvfold.kernels.shares.copies_at_once` says; the result is the same. Raises ValueError for shapes
     that do not fit, packed pages of other than 128 or 256 tokens and heads of other than 64, 128 or 256 channels.
     """
     check_query(q, kv, MOST_GROUP)
@@ -64,7 +66,8 @@ def attend(
     table = kv.table
     warps = kv.block_tokens // 64 * max(1, head_dim // 128)
     written, read = weight_layouts(kv.block_tokens // 8, rows)
-    attend_kernel[(batch * kv.kv_heads * splits if programs is None else programs,)](
+    launched = batch * kv.kv_heads * splits if programs is None else programs
+    attend_kernel[(launched,)](
         q,
         kv.packed_k.view(torch.uint32),
         kv.packed_v.view(torch.uint32),
@@ -99,6 +102,7 @@ def attend(
         WINDOW=has_skips,
         IN_TILE=in_tile,
         EXCEPTIONS=exceptions,
+        COPIES=copies_at_once(launched, q.device) if copies is None else copies,
         **schedule(batch, splits, programs),
         num_warps=warps,
     )

@@ -90,6 +90,7 @@ def attend_kernel(
     IN_TILE: gl.constexpr,
     IS_WHOLE: gl.constexpr,  # one split: no parts
     EXCEPTIONS: gl.constexpr,  # only a measurement of their cost leaves them out
+    COPIES: gl.constexpr,  # on their way at a time: 2, of K and of V, or 1
     EVEN: gl.constexpr,  # a program has a share of all blocks (`kvfold.kernels.shares`), else a split of one head
     BATCH_TILE: gl.constexpr,  # power of two that holds the batch
 ):
@@ -148,6 +149,8 @@ def attend_kernel(
     v_offset = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, COPY_V))[:, None] * U
     v_offset = v_offset + gl.arange(0, U, layout=gl.SliceLayout(0, COPY_V))[None, :]
     tail_offset = LIST_START // 4 + (gl.arange(0, TAIL, layout=COPY_TAIL) + CAPACITY) % TAIL
+    k_offsets = (k_offset, nibble_offset, tail_offset)
+    v_offsets = (v_offset, tail_offset)
     k_token = gl.arange(0, 2 * U, layout=gl.SliceLayout(1, A)) * 4
     k_channel = gl.arange(0, C, layout=gl.SliceLayout(0, A))
     v_channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, A))
@@ -201,13 +204,13 @@ def attend_kernel(
         page = gl.load(table_ptr + gl.minimum(first, packed_width - 1)).to(gl.int64)
         query_ptr = q_ptr + (b * kv_heads + head) * (GROUP * HEAD_DIM)
         query = gl.load(query_ptr + q_offset, mask=q_row < GROUP, other=0.0)
+        record = (page * kv_heads + head) * SLOT_WORDS
         if (first < packed_last) & (is_ahead == 0):
-            record = (page * kv_heads + head) * SLOT_WORDS
-            k_at = k_words_ptr + record
-            copy_k(k_words, k_nibbles, k_tail.index(turn), k_at, k_offset, nibble_offset, tail_offset)
+            copy_k(k_words, k_nibbles, k_tail.index(turn), k_words_ptr + record, k_offsets)
             async_copy.commit_group()
-            copy_v(v_words, v_tail.index(turn), v_words_ptr + record, v_offset, tail_offset)
-            async_copy.commit_group()
+            if COPIES == 2:
+                copy_v(v_words, v_tail.index(turn), v_words_ptr + record, v_offsets)
+                async_copy.commit_group()
         if EVEN:
             # Where the next head's first block is, whose copy may start while this head's last is consumed.
             next_b = gl.minimum(b + (head + 1) // kv_heads, batch - 1)
@@ -232,6 +235,7 @@ def attend_kernel(
             for block in range(first, packed_last):
                 # Where nothing follows groups are empty, so that as many stay in flight.
                 follows = block + 1 < packed_last
+                this_record = record
                 record = (page * kv_heads + head) * SLOT_WORDS
                 if EVEN:
                     record = gl.where(follows, record, next_record)
@@ -240,7 +244,7 @@ def attend_kernel(
                 slot = turn
                 turn = 1 - slot
 
-                async_copy.wait_group(1)
+                async_copy.wait_group(COPIES - 1)
                 barrier()
                 k_count = gl.max(k_word.index(slot * TAIL + COUNT).load(COPY_TAIL), 0).to(gl.int32)
                 scores = (zero, zero, zero, zero)
@@ -264,17 +268,10 @@ def attend_kernel(
                         a_base = a_base[None, :] + gl.zeros([2 * U, C], gl.uint8, layout=A)
                     if c == PARTS - 1:
                         barrier()
-                        if follows:
-                            k_at = k_words_ptr + record
-                            copy_k(
-                                k_words,
-                                k_nibbles,
-                                k_tail.index(turn),
-                                k_at,
-                                k_offset,
-                                nibble_offset,
-                                tail_offset,
-                            )
+                        if COPIES == 1:
+                            copy_v(v_words, v_tail.index(slot), v_words_ptr + this_record, v_offsets)
+                        elif follows:
+                            copy_k(k_words, k_nibbles, k_tail.index(turn), k_words_ptr + record, k_offsets)
                         async_copy.commit_group()
                     sums = ()
                     for place in gl.static_range(4):
@@ -311,7 +308,7 @@ def attend_kernel(
                     scores = kept
                 top, total, decay = weigh(scores, top, total, k_scale, weights, weight_lines)
 
-                async_copy.wait_group(1)
+                async_copy.wait_group(COPIES - 1)
                 barrier()
                 v_count = gl.max(v_word.index(slot * TAIL + COUNT).load(COPY_TAIL), 0).to(gl.int32)
                 if IN_TILE:
@@ -329,7 +326,12 @@ def attend_kernel(
                     if plane == 1:
                         barrier()
                         if follows:
-                            copy_v(v_words, v_tail.index(turn), v_words_ptr + record, v_offset, tail_offset)
+                            if COPIES == 1:
+                                copy_k(
+                                    k_words, k_nibbles, k_tail.index(turn), k_words_ptr + record, k_offsets
+                                )
+                            else:
+                                copy_v(v_words, v_tail.index(turn), v_words_ptr + record, v_offsets)
                         async_copy.commit_group()
                     for place in gl.static_range(4):
                         value = gl.inline_asm_elementwise(

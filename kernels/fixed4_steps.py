@@ -20,20 +20,20 @@ TINY_QUERY_UNSCALE = gl.constexpr(2.0**-64)
 
 
 @gluon.jit
-def copy_k(words, nibbles, tail, record_ptr, word_offset, nibble_offset, tail_offset):
+def copy_k(words, nibbles, tail, record_ptr, offsets):
     """Start copies of a record of K; the offsets are those of its byte words, its nibble words and the rest."""
-    async_copy.async_copy_global_to_shared(words, record_ptr + word_offset)
-    async_copy.async_copy_global_to_shared(nibbles, record_ptr + nibble_offset)
-    async_copy.async_copy_global_to_shared(tail, record_ptr + tail_offset)
+    async_copy.async_copy_global_to_shared(words, record_ptr + offsets[0])
+    async_copy.async_copy_global_to_shared(nibbles, record_ptr + offsets[1])
+    async_copy.async_copy_global_to_shared(tail, record_ptr + offsets[2])
 
 
 @gluon.jit
-def copy_v(words, tail, record_ptr, word_offset, tail_offset):
-    """The same of V, whose planes are alike."""
+def copy_v(words, tail, record_ptr, offsets):
+    """The same of V, whose planes are alike: the offsets of one and of the rest."""
     for plane in gl.static_range(3):
-        from_ptr = record_ptr + (word_offset + plane * words.shape[1] * words.shape[2])
+        from_ptr = record_ptr + (offsets[0] + plane * words.shape[1] * words.shape[2])
         async_copy.async_copy_global_to_shared(words.index(plane), from_ptr)
-    async_copy.async_copy_global_to_shared(tail, record_ptr + tail_offset)
+    async_copy.async_copy_global_to_shared(tail, record_ptr + offsets[1])
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from kvfold.kernels.inputs import (
     POISON,
     cast_drawn,
     draw,
+    encode_fixed4,
     gaac_slots,
     pack_fixed4,
     pack_gaac,
@@ -45,16 +46,21 @@ BF16_TOLERANCE = 2.0**-8
 # FP16 weights have three more bits; one of them is left for sums.
 FP8_TOLERANCE = 2.0**-10
 GUARD_ROWS = 8
+# Packed by the codec: the packer, another kernel per shape, is checked on its own.
+FIXED4_CODED = replace(FIXED4, name="fixed4-coded", pack_drawn=partial(pack_fixed4, packer=encode_fixed4))
 
 
 @dataclass(slots=True)
 class Gate:
-    """One case, what attention over it is, and the rules that were broken."""
+    """One case, what attention over it is, what was checked, and the rules that were broken."""
 
     drawn: Drawn
     splits: int
     programs: int | None  # where given, kernels that can divide the work evenly do (`kvfold.kernels.shares`)
+    has_skips: bool  # fused kernels are compiled for windows, which the case need not have
+    copies: int | None  # that fused kernels keep on their way; None: what suits the number of programs
     exact: torch.Tensor  # float64 [batch, q_heads, head_dim]
+    checked: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def run(
@@ -82,17 +88,38 @@ class Gate:
 
 
 def find_faults(
-    case: Case, device: str, checks: Sequence[str], splits: int = 3, programs: int | None = None
+    case: Case,
+    device: str,
+    checks: Sequence[str],
+    splits: int = 3,
+    programs: int | None = None,
+    has_skips: bool | None = None,
+    copies: int | None = None,
 ) -> list[str]:
-    """What is wrong with kernels on one case, one line per broken rule; checks are names of ``CHECKS``."""
+    """What is wrong with kernels on one case, a line per broken rule; arguments as in `check_case`."""
+    return check_case(case, device, checks, splits, programs, has_skips, copies).faults
+
+
+def check_case(
+    case: Case,
+    device: str,
+    checks: Sequence[str],
+    splits: int = 3,
+    programs: int | None = None,
+    has_skips: bool | None = None,
+    copies: int | None = None,
+) -> Gate:
+    """Kernels on one case; checks are names of ``CHECKS``. Without ``has_skips``, what the case has."""
     drawn = draw(case, device)
     raw = raw_pages(drawn)
     sides = [reference.raw_tokens(raw, b) for b in range(raw.batch)]
     exact = reference.attend(drawn.q, [k for k, _ in sides], [v for _, v in sides], case.head_dim**-0.5)
-    gate = Gate(drawn, splits, programs, exact)
+    has_skips = case.window is not None if has_skips is None else has_skips
+    gate = Gate(drawn, splits, programs, has_skips, copies, exact)
     for name in checks:
+        gate.checked.append(name)
         CHECKS[name](gate)
-    return gate.faults
+    return gate
 
 
 def check_bf16(gate: Gate) -> None:
@@ -104,22 +131,23 @@ def check_bf16(gate: Gate) -> None:
     gate.expect_equal(plain, again, "bf16: two launches differ")
 
 
-def check_fused(gate: Gate, fused: Fused, in_tile: bool) -> None:
-    """Sums over packed pages: those of raw pages in the tile or without an exception; else no less exact."""
+def check_fused(gate: Gate, fused: Fused) -> None:
+    """Sums over packed pages: in the tile those of raw pages; fast so without an exception, else no less exact."""
     name = fused.name
     kv, raw, exceptions = fused.pack_drawn(gate.drawn)
-    options: dict[str, Any] = {"has_skips": gate.drawn.case.window is not None}
+    options: dict[str, Any] = {"has_skips": gate.has_skips, "copies": gate.copies}
     if gate.programs is not None:
         options["programs"] = gate.programs
     plain = gate.run(bf16.attend, raw_pages(gate.drawn), "bf16", programs=gate.programs)
     raw_sums = gate.run(fused.attend, raw, f"{name} on raw pages", **options)
     fast = gate.run(fused.attend, kv, name, **options)
     gate.expect_equal(fast, gate.run(fused.attend, kv, name, **options), f"{name}: two launches differ")
-    if in_tile:
-        slow = gate.run(fused.attend, kv, f"{name} in tile", in_tile=True, **options)
-        gate.expect_equal(raw_sums, slow, f"{name} in tile: sums differ from raw pages'")
+    in_tile = gate.run(fused.attend, kv, f"{name} in tile", in_tile=True, **options)
+    gate.expect_equal(raw_sums, in_tile, f"{name} in tile: sums differ from raw pages'")
+    gate.checked.append(f"{name} in tile")
     if exceptions == 0:
         gate.expect_equal(raw_sums, fast, f"{name}: sums differ from raw pages' without an exception")
+        gate.checked.append(f"{name} without an exception")
     bound = ERROR_SLACK * max(_error(raw_sums, gate.exact), _error(plain, gate.exact))
     gate.expect_close(fast, gate.exact, bound, name)
 
@@ -231,8 +259,7 @@ def check_fp8(gate: Gate, kind: Fp8) -> None:
 
 CHECKS: dict[str, Callable[[Gate], None]] = {
     "bf16": check_bf16,
-    **{fused.name: partial(check_fused, fused=fused, in_tile=True) for fused in FUSED},
-    **{f"{fused.name}-fast": partial(check_fused, fused=fused, in_tile=False) for fused in FUSED},
+    **{fused.name: partial(check_fused, fused=fused) for fused in (*FUSED, FIXED4_CODED)},
     "fixed4-pages": check_fixed4_pages,
     "fixed3-pages": check_fixed3_pages,
     "fixed4-portable": partial(check_portable, fused=FIXED4, attend=fixed4_portable.attend),

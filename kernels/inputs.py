@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvfold.codec import fp8, gaac
-from kvfold.codec.fixed4 import exception_capacity
+from kvfold.codec import fixed4, fp8, gaac
 from kvfold.codec.pages import aligned
 from kvfold.codec.windows import calibrate
 from kvfold.kernels.fixed4_pack import pack, slot_bytes
@@ -17,6 +16,9 @@ from kvfold.kernels.gaac_attend import GaacKv
 from kvfold.kernels.pages import BlockTable, PagedKv, block_table, inside_window
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfold.codec.fixed4 import Kind
     from kvfold.codec.fp8 import Fp8
     from kvfold.codec.windows import Windows
 
@@ -219,25 +221,51 @@ def make(case: Case, device: str) -> tuple[torch.Tensor, PagedKv, PagedKv]:
     return drawn.q, kv, raw
 
 
-def pack_fixed4(drawn: Drawn) -> tuple[PagedKv, PagedKv, int]:
+def pack_fixed4(drawn: Drawn, packer: Callable[..., torch.Tensor] = pack) -> tuple[PagedKv, PagedKv, int]:
     """The pages in `fixed4`, the same tokens as raw pages only, and how many exceptions the packed ones list.
 
-    Blocks whose exceptions do not fit their list are raw in both.
+    Blocks whose exceptions do not fit their list are raw in both. ``packer`` may be `encode_fixed4`.
     """
     case, listed = drawn.case, drawn.listed()
     device = drawn.q.device
     shape = (len(listed) + 2, case.kv_heads, slot_bytes(case.block_tokens, case.head_dim))
     packed_k, packed_v = (torch.full(shape, POISON, dtype=torch.uint8, device=device)[1:-1] for _ in "kv")
     places = torch.arange(len(listed), dtype=torch.int32, device=device)
-    counts_k = pack(drawn.raw_k, listed, packed_k, places, "k", case.block_tokens)
-    counts_v = pack(drawn.raw_v, listed, packed_v, places, "v", case.block_tokens)
+    counts_k = packer(drawn.raw_k, listed, packed_k, places, "k", case.block_tokens)
+    counts_v = packer(drawn.raw_v, listed, packed_v, places, "v", case.block_tokens)
     most = torch.maximum(counts_k, counts_v)
-    full = most.amax(1).gt(exception_capacity(case.head_dim)).tolist() if len(listed) else []
+    full = most.amax(1).gt(fixed4.exception_capacity(case.head_dim)).tolist() if len(listed) else []
     table, only_raw = tables(drawn, full)
     used = [table.packed_pages[b, : int(table.packed_counts[b])] for b in range(table.batch)]
     exceptions = int((counts_k + counts_v)[torch.cat(used).long()].sum())
     kv = PagedKv(packed_k, packed_v, drawn.raw_k, drawn.raw_v, table, case.block_tokens)
     return kv, kv.with_table(only_raw), exceptions
+
+
+def encode_fixed4(
+    raw: torch.Tensor,
+    raw_pages: torch.Tensor,
+    records: torch.Tensor,
+    places: torch.Tensor,
+    kind: Kind,
+    block_tokens: int,
+) -> torch.Tensor:
+    """`kvfold.kernels.fixed4_pack.pack` by the codec, on the CPU; no drawn value is too large for attention."""
+    _, kv_heads, _, head_dim = raw.shape
+    capacity = fixed4.exception_capacity(head_dim)
+    counts = np.full((len(places), kv_heads), capacity + 1, np.int32)
+    if len(places):
+        slots = np.full((len(places), *records.shape[1:]), POISON, np.uint8)
+        packed = fixed4.encode(patterns_of(raw[raw_pages.long().flatten()]), None, block_tokens, kind)
+        size = fixed4.head_record_bytes(block_tokens, head_dim)
+        count_start = block_tokens * head_dim * 3 // 2 + 4 * capacity + head_dim
+        for block in np.flatnonzero(np.diff(packed.page_starts) == kv_heads * size):  # others are raw
+            start = packed.page_starts[block]
+            slots[block, :, :size] = packed.pages[start : start + kv_heads * size].reshape(kv_heads, size)
+            slots[block, :, size:] = 0
+            counts[block] = slots[block, :, count_start : count_start + 4].view("<u4")[:, 0]
+        records[places.long()] = torch.from_numpy(slots).to(records.device)
+    return torch.from_numpy(counts).to(records.device)
 
 
 def pack_gaac(drawn: Drawn) -> tuple[GaacKv, GaacKv]:

@@ -8,6 +8,7 @@ and to that head alone: from one pair to the next along the row, one of the two 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -41,6 +42,16 @@ def most_parts(programs: int, kv_heads: int) -> int:
 def batch_tile(batch: int) -> int:
     """A power of two that holds the batch; not the least, since kernels are compiled for each."""
     return max(32, triton.next_power_of_2(batch))
+
+
+def copies_at_once(programs: int, device: torch.device) -> int:
+    """How many copies each of so many programs keeps on its way: those of K and V where it has a multiprocessor to
+    itself, else one of them.
+
+    With four on their way to each of an H200's multiprocessors, 24 of 132 get a larger part of the memory's
+    bandwidth and finish a quarter early, and the launch waits for the others (docs/kernels.md).
+    """
+    return 2 if programs <= torch.cuda.get_device_properties(device).multi_processor_count else 1
 
 
 def schedule(batch: int, splits: int, programs: int | None) -> dict[str, int | bool]:

@@ -45,6 +45,16 @@ def test_attention(name, schedule):
     assert len(results(lambda: kernel(drawn.q, pages, 0.09, splits, programs=programs))) == 1
 
 
+@pytest.mark.parametrize("schedule", [(1, None), (3, None), (1, 7)], ids=str)
+@pytest.mark.parametrize("fused", FUSED, ids=lambda fused: fused.name)
+def test_copies_on_their_way_change_no_bit(fused, schedule):
+    splits, programs = schedule
+    drawn = draw(CASE, "cuda")
+    kv, _, _ = fused.pack_drawn(drawn)
+    one, two = (fused.attend(drawn.q, kv, 0.09, splits, programs=programs, copies=n) for n in (1, 2))
+    assert torch.equal(one, two)
+
+
 def poisoned(fused, pages):
     """Room for packed pages of one side, and all its bytes."""
     if fused is FIXED4:
