@@ -106,6 +106,14 @@ def bench(
     grid: Annotated[
         Path | None, typer.Option(help="CSV with columns batch,context_tokens; else the built-in grid.")
     ] = None,
+    fa3: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="vLLM's _vllm_fa3_C.abi3.so: FlashAttention 3 as one more BF16 peer.",
+        ),
+    ] = None,
     seconds: Annotated[
         float, typer.Option(min=0, help="Start no point after so long, and count what is left; 0: no limit.")
     ] = 0,
@@ -133,7 +141,7 @@ def bench(
     rows: list[dict[str, object]] = []
     not_run: list[str] = []
     try:
-        for name, timed in _tasks(ops, chosen, points, not_run):
+        for name, timed in _tasks(ops, chosen, points, not_run, fa3):
             if seconds and monotonic() - start > seconds:
                 not_run.append(f"{name} (time)")
                 continue
@@ -157,7 +165,11 @@ def bench(
 
 
 def _tasks(
-    ops: list[str], formats: list[str], points: tuple[tuple[int, int], ...] | None, not_run: list[str]
+    ops: list[str],
+    formats: list[str],
+    points: tuple[tuple[int, int], ...] | None,
+    not_run: list[str],
+    fa3: Path | None,
 ) -> Iterator[tuple[str, Iterator[Row]]]:
     """Names and rows of everything that is to be timed; points that do not fit go to ``not_run``."""
     from kvfold.analysis.out import note
@@ -175,7 +187,7 @@ def _tasks(
         if fitting:
             note("compiling what is to be timed")
             attend.compile_kernels(fitting, formats, _jobs(0))
-            yield from attend.attend_tasks(fitting, formats, "cuda", note)
+            yield from attend.attend_tasks(fitting, formats, "cuda", note, fa3)
     if "pack" in ops:
         yield from attend.pack_tasks("cuda")
     if "prefill" in ops:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.codec.fp8 import E4M3, E5M2
-from kvfold.kernels import bf16, fixed4, fixed4_portable, fp8, gaac_attend, inputs
+from kvfold.kernels import bf16, fa3, fixed4, fixed4_portable, fp8, gaac_attend, inputs
 from kvfold.kernels.bench_pages import (
     BLOCK_TOKENS,
     FP8_PAGE_TOKENS,
@@ -31,14 +31,22 @@ from kvfold.kernels.bench_pages import (
 from kvfold.kernels.fixed4_unpack import unpack
 from kvfold.kernels.fused import FIXED4, FUSED
 from kvfold.kernels.gaac_attend import GaacKv
-from kvfold.kernels.timing import BitsDifferError, Row, burst, distinct_results, fastest, sustained
+from kvfold.kernels.timing import (
+    BitsDifferError,
+    Row,
+    burst,
+    distinct_results,
+    fastest,
+    replayed,
+    sustained,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from kvfold.kernels.fused import Fused
     from kvfold.kernels.pages import PagedKv
-    from kvfold.kernels.timing import Times
 
 SCALE = HEAD_DIM**-0.5
 GAAC_BLOCK_TOKENS = 64
@@ -48,6 +56,7 @@ POINTS = (*((b, n) for b in BATCHES for n in CONTEXTS), (32, 8192), (4, 32768))
 MOST_KV_BYTES = 32 * 10**9
 SUSTAINED_POINTS = ((8, 65536), (32, 8192), (1, 131072))
 SLOW_POINT = (8, 65536)  # where slow ways to attend are timed too, for the account
+FA3_TOLERANCE = 2.0**-7  # two results whose weights and, there, outputs are rounded to BF16
 SUSTAINED_FORMATS = ("bf16", *(fused.name for fused in FUSED))
 LAUNCHES = 100
 # Tokens of a tile, stages of its pipeline, and how many programs deep to fill the GPU.
@@ -72,6 +81,15 @@ class Way:
     is_peer: bool = True  # whether its bits and energy are looked at, too
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Somebody else's kernel over the same bytes of BF16."""
+
+    label: str
+    launch: Callable[[], torch.Tensor]
+    page_tokens: int | None
+
+
 def compile_kernels(points: Sequence[tuple[int, int]], formats: Sequence[str], jobs: int) -> None:
     """Fill Triton's cache with what is to be timed, each kernel compiled by one of so many processes."""
     with get_context("spawn").Pool(jobs) as pool:
@@ -91,14 +109,23 @@ def _compile_part(points: Sequence[tuple[int, int]], formats: Sequence[str], par
 
 
 def attend_tasks(
-    points: Sequence[tuple[int, int]], formats: Sequence[str], device: str, say: Callable[[str], None]
+    points: Sequence[tuple[int, int]],
+    formats: Sequence[str],
+    device: str,
+    say: Callable[[str], None],
+    fa3_library: Path | None = None,
 ) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Attention at every point, in every format and by torch's backends: names, and rows timed when asked for."""
+    """Attention at every point, in every format and by torch's backends: names, and rows timed when asked for.
+
+    With ``fa3_library`` (`kvfold.kernels.fa3`) vLLM's kernel is one more peer; raises BitsDifferError where it
+    attends wrongly.
+    """
     largest = max(math.prod(point) for point in points)
     pool = Pool(largest, device, formats)
+    peers = partial(_peers, pool, None if fa3_library is None else _checked_fa3(fa3_library, pool))
     for point in points:
         name = "attend {} x {}".format(*point)
-        yield name, _rows(point, partial(_ways, pool, point, formats), pool, say)
+        yield name, _rows(point, partial(_ways, pool, point, formats), peers, say)
     if "gaac" in formats:
         pool.packed.clear()
         pool.cast.clear()
@@ -106,12 +133,15 @@ def attend_tasks(
         for point in points:
             yield (
                 "attend gaac {} x {}".format(*point),
-                _rows(point, partial(_gaac, pool, slots, point), None, say),
+                _rows(point, partial(_gaac, pool, slots, point), lambda point: [], say),
             )
 
 
 def _rows(
-    point: tuple[int, int], ways: Callable[[], list[Way]], pool: Pool | None, say: Callable[[str], None]
+    point: tuple[int, int],
+    ways: Callable[[], list[Way]],
+    peers: Callable[[tuple[int, int]], Iterable[Peer]],
+    say: Callable[[str], None],
 ) -> Iterator[Row]:
     batch, context = point
     shape: dict[str, Any] = {
@@ -127,9 +157,19 @@ def _rows(
         row = Row("attend", way.format, label, *times, bytes=way.bytes, page_tokens=way.page_tokens, **shape)
         rows.append((way, launch, row))
         yield row
-    if pool is not None:
-        for label, times in _sdpa(_queries(batch, pool), pool, batch, context):
-            yield Row("attend", "bf16", label, *times, bytes=batch * context * TOKEN_BYTES, **shape)
+    again = [(launch, row) for way, launch, row in rows if way.format == "bf16"]
+    for peer in peers(point):
+        try:
+            times = burst(peer.launch)
+        except RuntimeError:
+            continue  # a backend that refuses the shape has no row
+        size = batch * context * TOKEN_BYTES
+        row = Row("attend", "bf16", peer.label, *times, bytes=size, page_tokens=peer.page_tokens, **shape)
+        again.append((peer.launch, row))
+        yield row
+    for launch, row in again:
+        median_us, p10_us, p90_us = replayed(launch)
+        yield replace(row, format="bf16:timed=replays", median_us=median_us, p10_us=p10_us, p90_us=p90_us)
     # Only now: a GPU that has run at its power cap is slower for a while.
     for way, launch, row in rows:
         if point not in SUSTAINED_POINTS or not way.is_peer:
@@ -260,20 +300,39 @@ def _splits(batch: int, tiles: int, processors: int, waves: Sequence[int]) -> li
     return sorted({fixed4.split_count(batch, KV_HEADS, tiles, processors * wave) for wave in waves})
 
 
-def _sdpa(q: torch.Tensor, pool: Pool, batch: int, context: int) -> Iterator[tuple[str, Times]]:
-    """torch's backends on dense K and V of the same size: the pools' memory, as they want it."""
+def _peers(pool: Pool, fa3_operators: Any, point: tuple[int, int]) -> Iterator[Peer]:
+    """torch's backends on dense K and V of the same size, the pools' memory as they want it, and vLLM's kernel."""
+    batch, context = point
+    q = _queries(batch, pool)
     shape = (batch, KV_HEADS, context, HEAD_DIM)
     k = pool.raw_k.view(-1)[: math.prod(shape)].view(shape)
     v = pool.raw_v.view(-1)[: math.prod(shape)].view(shape)
-    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-        try:
-            with sdpa_kernel(backend):
-                yield (
-                    f"torch sdpa {name}",
-                    burst(partial(scaled_dot_product_attention, q[:, :, None], k, v, enable_gqa=True)),
-                )
-        except RuntimeError:
-            continue  # a backend that refuses the shape has no row
+
+    def attend(backend: SDPBackend) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
+
+    yield Peer("torch sdpa cudnn", partial(attend, SDPBackend.CUDNN_ATTENTION), None)
+    yield Peer("torch sdpa flash", partial(attend, SDPBackend.FLASH_ATTENTION), None)
+    if fa3_operators is not None:
+        launch = fa3.attend(fa3_operators, q, pool.raw(batch, context), SCALE)
+        yield Peer("vllm fa3", launch, PAGE_TOKENS)
+
+
+def _checked_fa3(library: Path, pool: Pool) -> Any:
+    """Its operators, if they attend as our BF16 kernel does; raises BitsDifferError else."""
+    operators = fa3.load(library)
+    kv = pool.raw(3, 1024)
+    q = _queries(3, pool)
+    k, v = (
+        side.view(-1, PAGE_TOKENS, KV_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+        for side in (kv.raw_k, kv.raw_v)
+    )
+    expected = bf16.attend(q, replace(kv, raw_k=k, raw_v=v), SCALE, 1)
+    error = (fa3.attend(operators, q, kv, SCALE)() - expected).norm() / expected.norm()
+    if not error <= FA3_TOLERANCE:
+        raise BitsDifferError(f"vllm fa3: differs from our BF16 kernel by {error.item():.2e}")
+    return operators
 
 
 def pack_tasks(device: str) -> Iterator[tuple[str, Iterator[Row]]]:

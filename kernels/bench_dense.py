@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # (tokens of a chunk, tokens it attends to); chunks alone, then with a history.
 PREFILL = (
-    *((tokens, tokens) for tokens in (16, 64, 128, 256, 512, 1024, 2048, 8192, 32768)),
-    *((tokens, context) for tokens in (16, 64, 256, 512, 2048) for context in (8192, 32768)),
+    *((tokens, tokens) for tokens in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192, 32768)),
+    *((tokens, context) for tokens in (1, 4, 16, 64, 256, 512, 2048) for context in (8192, 32768)),
 )
 LINEAR_TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048)
 MOST_FUSED_TOKENS, LEAST_UNPACKED_TOKENS = 64, 32  # where the two ways with 4-bit weights cross

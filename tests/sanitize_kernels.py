@@ -50,7 +50,13 @@ def run_part(part: int) -> None:
     for number, (variant, case) in enumerate(small_cases()):
         if number % PARTS == part:
             faults = find_faults(
-                case, "cuda", variant.checks, variant.splits, variant.programs, variant.has_skips
+                case,
+                "cuda",
+                variant.checks,
+                variant.splits,
+                variant.programs,
+                variant.has_skips,
+                variant.copies,
             )
             print(case, variant.checks, faults, flush=True)
             if faults:
