@@ -9,43 +9,65 @@ from kvfold.kernels.fixed4_pack import token_starts
 
 
 @triton.jit
-def flags_of(outs, TILES: tl.constexpr, ALONG_TOKENS: tl.constexpr):
-    """A bit for each exception of a quarter, in words of 32 positions: ``[row of the list, word]``."""
-    ROWS: tl.constexpr = outs[0].shape[0]
-    COLUMNS: tl.constexpr = outs[0].shape[1]
-    flags = tl.zeros([ROWS, COLUMNS], tl.uint32)
-    for tile in tl.static_range(TILES):
-        if ALONG_TOKENS:  # positions ascend by one bit of the pair, half, the other bit of it
-            flags |= (outs[tile] >> (15 - tile // 2 * 4 - tile % 2)) & (1 << (tile // 2 * 4 + tile % 2))
-            flags |= (outs[tile] >> (29 - tile // 2 * 4 - tile % 2)) & (4 << (tile // 2 * 4 + tile % 2))
-        else:  # by channel, token
-            flags |= (outs[tile] >> (15 - tile)) & (1 << tile)
-            flags |= (outs[tile] >> (31 - TILES - tile)) & (1 << (TILES + tile))
-    if ALONG_TOKENS:
-        AT_ONCE: tl.constexpr = min(ROWS, 4)
-        flags <<= (tl.arange(0, ROWS) % 4 * 8).to(tl.uint32)[:, None]
-        words = tl.xor_sum(tl.reshape(flags, (ROWS // AT_ONCE, AT_ONCE, COLUMNS)), 1)
-        return tl.trans(words)
-    else:
-        flags <<= (tl.arange(0, COLUMNS) % (COLUMNS // 2) * (2 * TILES)).to(tl.uint32)[None, :]
-        return tl.xor_sum(tl.reshape(flags, (ROWS, 2, COLUMNS // 2)), 2)
+def store_flags_k(flags_ptr, flags, HEAD_DIM: tl.constexpr):
+    """A bit for each position of each row of the list, in order: by channel, token.
+
+    ``flags`` are of one or two pairs of tokens, ``[row, pair of channels]``: in bits 0 and 8 those of the lower
+    channel's tokens, in bits 16 and 24 those of the upper one's.
+    """
+    ROWS: tl.constexpr = flags[0].shape[0]
+    COLUMNS: tl.constexpr = HEAD_DIM // 2
+    WIDTH: tl.constexpr = 4 * len(flags)
+    AT_ONCE: tl.constexpr = 16 // WIDTH
+    # No two bits of a factor and the flags meet: the four come to the top without a carry.
+    bits = flags[0] * (0x10204080 if len(flags) == 1 else 0x01021020)
+    if len(flags) == 2:
+        bits += flags[1] * 0x04084080
+    shift = (tl.arange(0, COLUMNS) % AT_ONCE * WIDTH).to(tl.uint32)
+    bits = (bits >> (32 - WIDTH)) << shift[None, :]
+    bits = tl.xor_sum(tl.reshape(bits, (ROWS, COLUMNS // AT_ONCE, AT_ONCE)), 2)
+    place = tl.arange(0, ROWS)[:, None] * 16 + tl.arange(0, COLUMNS // AT_ONCE)[None, :]
+    tl.store(flags_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + place, bits.to(tl.uint16))
 
 
 @triton.jit
-def bit_counts(word):
-    """Bits that are set in each 2, 4, 8, 16 and all 32 of a word's."""
+def store_flags_v(flags_ptr, flags):
+    """Of each channel a byte for each quarter and 32 tokens, from `place_of_flag` of ``[32 tokens, channel]``."""
+    BYTES: tl.constexpr = 4 * flags.shape[0] * flags.shape[1]
+    # Upper halves of the first two quarters change places with lower halves of the others.
+    moved = (flags ^ (flags >> 14)) & 0xCCCC
+    flags = flags ^ moved ^ (moved << 14)
+    shift = (tl.arange(0, 4) * 8).to(tl.uint32)
+    by_row = tl.permute((flags[:, :, None] >> shift[None, None, :]).to(tl.uint8), (1, 2, 0))
+    byte_ptr = flags_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + tl.arange(0, BYTES)
+    tl.store(byte_ptr, tl.reshape(by_row, (BYTES,)))
+
+
+@triton.jit
+def place_of_flag(number: tl.constexpr, ALONG_TOKENS: tl.constexpr):
+    """The bit for the lower half of a pair in tile ``number``; that for the upper half is 16 further."""
+    if ALONG_TOKENS:
+        return number % 8 // 4 * 8 + number % 4 // 2 * 4 + number % 2 + number // 8 * 2
+    else:
+        return number % 2 * 8
+
+
+@triton.jit
+def bit_count(word):
+    """Bits that are set: what compilers know as one instruction."""
     by_2 = word - ((word >> 1) & 0x55555555)
     by_4 = (by_2 & 0x33333333) + ((by_2 >> 2) & 0x33333333)
     by_8 = (by_4 + (by_4 >> 4)) & 0x0F0F0F0F
-    by_16 = (by_8 + (by_8 >> 8)) & 0x00FF00FF
-    return by_2, by_4, by_8, by_16, (by_16 + (by_16 >> 16)) & 0xFF
+    return ((by_8 * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
 def _set_bit(word, rank):
     """Where the bit of a rank among those that are set is."""
-    by_2, by_4, by_8, by_16, _ = bit_counts(word)
-    counts = (by_16, by_8, by_4, by_2, word)
+    by_2 = word - ((word >> 1) & 0x55555555)
+    by_4 = (by_2 & 0x33333333) + ((by_2 >> 2) & 0x33333333)
+    by_8 = (by_4 + (by_4 >> 4)) & 0x0F0F0F0F
+    counts = ((by_8 + (by_8 >> 8)) & 0x00FF00FF, by_8, by_4, by_2, word)
     at = tl.zeros_like(rank)
     for level in tl.static_range(5):
         below = (counts[level] >> at.to(tl.uint32)) & ((1 << min(8, 16 >> level)) - 1)
@@ -95,17 +117,21 @@ def store_list(
     ALONG_TOKENS: tl.constexpr,
 ):
     """The entries of a head, and zeros up to a whole unit."""
-    entry = tl.arange(0, LIST_TILE)
-    is_listed = entry < count
-    word = row_ending_after(ends_ptr, entry, LIST_ROWS * ROW_WORDS)
-    flags = tl.load(flags_ptr + word)
-    _, _, _, _, set_bits = bit_counts(flags)
-    rank = entry - tl.load(ends_ptr + word) + set_bits.to(tl.int32)
-    QUARTER_WORDS: tl.constexpr = ROW_WORDS // 4
-    position = word % ROW_WORDS // QUARTER_WORDS * 64 + word % QUARTER_WORDS * 32 + _set_bit(flags, rank)
-    position = tl.where(is_listed, position, 0)
-    token, channel = token_and_channel(word // ROW_WORDS, position, HEAD_DIM, ALONG_TOKENS)
-    token_start = token_starts(block_pages_ptr, token, head, kv_heads, PAGE_TOKENS, HEAD_DIM)
-    pattern = tl.load(patterns_ptr + token_start + channel, mask=is_listed, other=0).to(tl.int32)
-    value = ((pattern >> 8) & 0xFF) | (position << 8)
-    tl.store(list_ptr + entry, value.to(tl.int16), mask=entry < (count + 7) // 8 * 8)
+    AT_ONCE: tl.constexpr = min(LIST_TILE, LIST_ROWS * ROW_WORDS // 2)  # 1.6 % of the elements: most lists
+    for first in range(0, count, AT_ONCE):
+        entry = first + tl.arange(0, AT_ONCE)
+        is_listed = entry < count
+        word = row_ending_after(ends_ptr, entry, LIST_ROWS * ROW_WORDS)
+        flags = tl.load(flags_ptr + word)
+        rank = entry - tl.load(ends_ptr + word) + bit_count(flags)
+        bit = word % ROW_WORDS * 32 + _set_bit(flags, rank)
+        if ALONG_TOKENS:
+            # A quarter has 64 positions, eight for 32 tokens each, also where there are fewer tokens.
+            QUARTER_BITS: tl.constexpr = ROW_WORDS * 8
+            bit += bit // QUARTER_BITS * (64 - QUARTER_BITS)
+        position = tl.where(is_listed, bit, 0)
+        token, channel = token_and_channel(word // ROW_WORDS, position, HEAD_DIM, ALONG_TOKENS)
+        token_start = token_starts(block_pages_ptr, token, head, kv_heads, PAGE_TOKENS, HEAD_DIM)
+        pattern = tl.load(patterns_ptr + token_start + channel, mask=is_listed, other=0).to(tl.int32)
+        value = ((pattern >> 8) & 0xFF) | (position << 8)
+        tl.store(list_ptr + entry, value.to(tl.int16), mask=entry < (count + 7) // 8 * 8)

@@ -1,9 +1,8 @@
 """Pack raw BF16 blocks into `fixed3` main parts and lists on the device; the bytes are those of the codec.
 
-One program per block and KV head. Pairs are computed in tiles, as many in each quarter of a group's sixteen
-(`kvfold.codec.fixed3`). For kind k a quarter is one of the channels and a tile one token of each row of the list:
-``[row, pair of channels]``; for kind v a tile is one pair of every group: ``[32 tokens, channel]``. Both ways a
-quarter has 64 positions of each row.
+One program per block and KV head. Pairs (`kvfold.codec.fixed3`) are computed in tiles, both halves of a word at
+once. For kind k a tile has one token of each row of the list: ``[row, pair of channels]``; for kind v one pair of
+every group: ``[32 tokens, channel]``.
 """
 
 # Tuples change their length in code that only Triton runs.
@@ -19,12 +18,11 @@ import triton.language as tl
 
 from kvfold.codec.fixed3 import head_main_bytes
 from kvfold.codec.fixed3_heads import GROUP_ROWS, MOST_IN_GROUP
-from kvfold.kernels.fixed3_lists import bit_counts, flags_of, store_list
+from kvfold.kernels.fixed3_lists import bit_count, place_of_flag, store_flags_k, store_flags_v, store_list
 from kvfold.kernels.fixed3_words import store_words_k, store_words_v
 from kvfold.kernels.fixed4_pack import check_blocks, token_starts, warps_of
 
 TOP_BITS = tl.constexpr(0x80008000)
-EXPONENT_BITS = tl.constexpr(0x7F807F80)
 MOST_LISTED = tl.constexpr(MOST_IN_GROUP)
 LIST_GROUP = tl.constexpr(GROUP_ROWS)
 LIST_UNIT_BYTES = 16  # lists start at multiples of this, and their sizes are
@@ -36,130 +34,98 @@ BASES = {"k": (1, 191), "v": (65, 191)}
 
 
 @triton.jit
-def pair_tile(
-    pairs_ptr,
-    patterns_ptr,
-    low_start,
-    high_start,
-    number: tl.constexpr,
-    TILES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ALONG_TOKENS: tl.constexpr,
+def _tile(
+    pairs_ptr, low_start, high_start, number: tl.constexpr, HEAD_DIM: tl.constexpr, ALONG_TOKENS: tl.constexpr
 ):
     """Both patterns of each pair of a tile in a word."""
+    column = tl.arange(0, HEAD_DIM // 2)[None, :] + number * (HEAD_DIM // 2)
+    low = tl.load(pairs_ptr + low_start[:, None] // 2 + column).to(tl.uint32, bitcast=True)
     if ALONG_TOKENS:
-        column = tl.arange(0, HEAD_DIM)[None, :] + number * HEAD_DIM
-        low = tl.load(patterns_ptr + low_start[:, None] + column).to(tl.uint16, bitcast=True)
-        high = tl.load(patterns_ptr + high_start[:, None] + column).to(tl.uint16, bitcast=True)
-        return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+        high = tl.load(pairs_ptr + high_start[:, None] // 2 + column).to(tl.uint32, bitcast=True)
+        return tl.interleave((low & 0xFFFF) | (high << 16), (low >> 16) | (high & 0xFFFF0000))
     else:
-        column = tl.arange(0, HEAD_DIM // 8)[None, :] + number // TILES * (HEAD_DIM // 8)
-        token_start = low_start + number % TILES * HEAD_DIM
-        return tl.load(pairs_ptr + token_start[:, None] // 2 + column).to(tl.uint32, bitcast=True)
+        return low
 
 
 @triton.jit
-def _top_base(top):
-    """Base of the window that ends at the largest exponent; this plus 0x80 is in the upper half."""
-    return tl.maximum((top >> 16) - 0x80 - 0x380, 0x80)
+def _upper_base(top):
+    """In the bits of a pattern, from what `_upper_bases` finds the largest."""
+    return (tl.maximum((top >> 24).to(tl.int32) - 8, 1) << 7).to(tl.uint32)
 
 
 @triton.jit
-def _halves(low, high):
-    return (low | (high << 16)).to(tl.uint32)
-
-
-@triton.jit
-def _join_4(parts):
-    return tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
-
-
-@triton.jit
-def _split_4(joined):
-    """What `_join_4` joined."""
-    even, odd = tl.split(joined)
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _differs(exponents, exponent):
-    """The top bit of each half whose exponent is not that one."""
-    return ((exponents ^ exponent) + EXPONENT_BITS) & TOP_BITS
-
-
-@triton.jit
-def _lower_window(words, first: tl.constexpr, count: tl.constexpr, base):
-    """How many halves of a column have the exponent below the window, or not its last, by row.
-
-    The sum over rows is more than all halves if those below win.
-    """
-    found = tl.zeros_like(words[0])
-    for number in tl.static_range(count):
-        exponents = words[first + number] & EXPONENT_BITS
-        found += _differs(exponents, base[None, :] + 0x03800380) >> 15
-        found += (_differs(exponents, base[None, :] - 0x00800080) ^ TOP_BITS) >> 15
-    return found
-
-
-@triton.jit
-def _lowered(base, found, HALF_TOKENS: tl.constexpr):
-    """Bases, one less where that window takes more of its channel's elements, so many to each half."""
-    low = tl.where(((found & 0xFFFF) > HALF_TOKENS) & ((base & 0xFFFF) > 0x80), 0x80, 0)
-    high = tl.where(((found >> 16) > HALF_TOKENS) & ((base >> 16) > 0x80), 0x800000, 0)
-    return base - (low | high).to(tl.uint32)
-
-
-@triton.jit
-def _bases(words, TILES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ALONG_TOKENS: tl.constexpr):
-    """Of each quarter the bases of its pairs' halves, in the bits of a pattern."""
-    # Exponents plus 0x80: the one that is not finite becomes the most negative.
-    lows = ()
-    highs = ()
-    for quarter in tl.static_range(4):
-        low = tl.full(words[0].shape, 0x800000, tl.int32)
-        high = tl.full(words[0].shape, 0x800000, tl.int32)
-        for tile in tl.static_range(TILES):
-            raised = (words[quarter * TILES + tile] & EXPONENT_BITS) + 0x00800080
-            low = tl.maximum(low, (raised << 16).to(tl.int32, bitcast=True))
-            high = tl.maximum(high, raised.to(tl.int32, bitcast=True))
-        lows = lows + (low,)  # noqa: RUF005
-        highs = highs + (high,)  # noqa: RUF005
+def _upper_bases(words, ALONG_TOKENS: tl.constexpr):
+    """Of each column, for both halves, bases of the windows that end at the largest exponents."""
+    # Top bytes are exponents plus one: the one that is not finite becomes the smallest.
+    low = (words[0] << 17) + 0x01000000
+    high = (words[0] << 1) + 0x01000000
+    for number in tl.static_range(1, len(words)):
+        low = tl.maximum(low, (words[number] << 17) + 0x01000000)
+        high = tl.maximum(high, (words[number] << 1) + 0x01000000)
     if ALONG_TOKENS:
-        top = tl.maximum(lows[0], highs[0])
-        for quarter in tl.static_range(1, 4):
-            top = tl.maximum(top, tl.maximum(lows[quarter], highs[quarter]))
-        top = _top_base(tl.max(top, 0))
-        base = _halves(top, top)
-        found = tl.sum(_lower_window(words, 0, 16, base), 0)
-        found = (found & 0xFFFF) + (found >> 16)
-        base = _lowered(base, found | (found << 16), BLOCK_TOKENS)
-        return (base, base, base, base)
+        low = _upper_base(tl.max(tl.maximum(low, high), 0))
+        return low | (low << 16)
     else:
         # Reduced over rows together: each reduction waits for all warps.
-        tops = tl.join(_join_4(lows), _join_4(highs))
-        lows, highs = tl.split(_top_base(tl.max(tops, 0)))
-        tops = _split_4(_halves(lows, highs))
-        found = ()
-        for quarter in tl.static_range(4):
-            found = found + (_lower_window(words, quarter * TILES, TILES, tops[quarter]),)  # noqa: RUF005
-        found = _split_4(tl.sum(_join_4(found), 0))
-        bases = ()
-        for quarter in tl.static_range(4):
-            bases = bases + (_lowered(tops[quarter], found[quarter], BLOCK_TOKENS),)  # noqa: RUF005
-        return bases
+        low, high = tl.split(_upper_base(tl.max(tl.join(low, high), 0)))
+        return low | (high << 16)
 
 
 @triton.jit
-def _codes(word, base):
-    """Codes of a pair in their places, and the top bit of each half that is an exception."""
-    distance = (word | TOP_BITS) - base  # 0x8000 more than magnitude - base
-    offset = distance & 0x7FFF7FFF
-    out = ((distance ^ TOP_BITS) | (offset + 0x7C007C00)) & TOP_BITS
-    is_out = out | (out - (out >> 15))
-    kept = offset | (word & TOP_BITS)
-    return kept ^ ((kept ^ ((word & 0x00FF00FF) << 2)) & is_out), out
+def _outside(word, base):
+    """The top bit of each half that the window from ``base`` on leaves out, and of those that one below does."""
+    # 0x8000 more than magnitude - base: no half borrows from the other.
+    distance = (word | TOP_BITS) - base
+    out = ((distance ^ 0xFFFFFFFF) | (distance - 0x04000400)) & TOP_BITS
+    lower_out = (((distance + 0x00800080) ^ 0xFFFFFFFF) | (distance - 0x03800380)) & TOP_BITS
+    return out, lower_out
+
+
+@triton.jit
+def _shifted(word, bits: tl.constexpr):
+    """``word >> bits``; as a shift, compilers would mask the word behind it, one instruction more."""
+    return word if bits == 0 else tl.umulhi(word, tl.full([1, 1], 1 << (32 - bits), tl.uint32))
+
+
+@triton.jit
+def _flags(words, base, first: tl.constexpr, count: tl.constexpr, ALONG_TOKENS: tl.constexpr):
+    """A bit for each half in so many tiles that is outside its window, and of the lower windows."""
+    flags = tl.zeros_like(words[0])
+    lower_flags = tl.zeros_like(words[0])
+    for number in tl.static_range(count):
+        out, lower_out = _outside(words[first + number], base[None, :])
+        flags += _shifted(out, 15 - place_of_flag(number, ALONG_TOKENS))
+        lower_flags += _shifted(lower_out, 15 - place_of_flag(number, ALONG_TOKENS))
+    return flags, lower_flags
+
+
+@triton.jit
+def _takes_lower(flags, lower_flags, base, ALONG_TOKENS: tl.constexpr):
+    """Ones in each half of a column whose lower window takes more elements."""
+    if ALONG_TOKENS:
+        gain = tl.sum(bit_count(flags[0]) - bit_count(lower_flags[0]), 0)
+        return tl.where(gain > 0, 0xFFFFFFFF, 0).to(tl.uint32)  # a block with the smallest base stays raw
+    else:
+        # In each byte what a token of the rows' pairs and a half count, up to 128.
+        out = flags[0]
+        lower_out = lower_flags[0]
+        for pair in tl.static_range(1, len(flags)):
+            out += flags[pair]
+            lower_out += lower_flags[pair]
+        out, lower_out = tl.split(tl.sum(tl.join(out, lower_out), 0))
+        out = (out & 0x00FF00FF) + ((out >> 8) & 0x00FF00FF)
+        lower_out = (lower_out & 0x00FF00FF) + ((lower_out >> 8) & 0x00FF00FF)
+        low = ((out & 0xFFFF) > (lower_out & 0xFFFF)) & ((base & 0xFFFF) > 0x80)
+        high = ((out >> 16) > (lower_out >> 16)) & ((base >> 16) > 0x80)
+        return (tl.where(low, 0xFFFF, 0) | tl.where(high, 0xFFFF0000, 0)).to(tl.uint32)
+
+
+@triton.jit
+def _codes(word, base, flags, place: tl.constexpr):
+    """Codes of a pair in their places: a word that has bits 9 to 2 of both, and one that has the rest."""
+    is_out = ((flags >> place) & 0x00010001) * 0xFFFF
+    distance = (word | TOP_BITS) - base
+    return distance ^ ((distance ^ (word << 2)) & is_out), word & (is_out ^ 0xFFFFFFFF)
 
 
 @triton.jit
@@ -188,8 +154,8 @@ def _pack_kernel(
     head = tl.program_id(1)
     ROW_TOKENS: tl.constexpr = 32 if ALONG_TOKENS else 256 // HEAD_DIM
     ROWS: tl.constexpr = BLOCK_TOKENS // ROW_TOKENS
-    TILES: tl.constexpr = 4 if ALONG_TOKENS else ROW_TOKENS
-    COLUMNS: tl.constexpr = HEAD_DIM if ALONG_TOKENS else HEAD_DIM // 8
+    TILES: tl.constexpr = 16 if ALONG_TOKENS else ROW_TOKENS
+    PARTS: tl.constexpr = 1 if ALONG_TOKENS else TILES // 2  # whose words are computed on their own
     PLANE: tl.constexpr = BLOCK_TOKENS * HEAD_DIM // 16
     first_token = tl.arange(0, ROWS) * ROW_TOKENS
     block_pages_ptr = pages_ptr + block * (BLOCK_TOKENS // PAGE_TOKENS)
@@ -198,62 +164,66 @@ def _pack_kernel(
     if ALONG_TOKENS:
         high_start = token_starts(block_pages_ptr, first_token + 16, head, kv_heads, PAGE_TOKENS, HEAD_DIM)
     words = ()
-    for number in tl.static_range(4 * TILES):
-        word = pair_tile(
-            pairs_ptr, patterns_ptr, low_start, high_start, number, TILES, HEAD_DIM, ALONG_TOKENS
-        )
-        words = words + (word,)  # noqa: RUF005
-    bases = _bases(words, TILES, BLOCK_TOKENS, ALONG_TOKENS)
+    for number in tl.static_range(TILES):
+        words = words + (_tile(pairs_ptr, low_start, high_start, number, HEAD_DIM, ALONG_TOKENS),)  # noqa: RUF005
+    base = _upper_bases(words, ALONG_TOKENS)
+    upper_flags = ()
+    lower_flags = ()
+    for part in tl.static_range(PARTS):
+        upper, lower = _flags(words, base, part * (TILES // PARTS), TILES // PARTS, ALONG_TOKENS)
+        upper_flags = upper_flags + (upper,)  # noqa: RUF005
+        lower_flags = lower_flags + (lower,)  # noqa: RUF005
+    is_lower = _takes_lower(upper_flags, lower_flags, base, ALONG_TOKENS)
+    base -= is_lower & 0x00800080
+    flags = ()
+    for part in tl.static_range(PARTS):
+        upper = upper_flags[part]
+        flags = flags + (upper ^ ((upper ^ lower_flags[part]) & is_lower[None, :]),)  # noqa: RUF005
 
     slot = tl.load(places_ptr + block).to(tl.int64) * kv_heads + head
     main_ptr = words_ptr + slot * (MAIN_BYTES // 4)
     base_ptr = bytes_ptr + slot * MAIN_BYTES + 22 * PLANE
-    lowest = tl.full([COLUMNS], 255, tl.uint32)
-    highest = tl.zeros([COLUMNS], tl.uint32)
-    for quarter in tl.static_range(1 if ALONG_TOKENS else 4):
-        low = (bases[quarter] >> 7) & 0xFF
-        high = bases[quarter] >> 23
-        lowest = tl.minimum(lowest, tl.minimum(low, high))
-        highest = tl.maximum(highest, tl.maximum(low, high))
-        if ALONG_TOKENS:
-            tl.store(base_ptr + tl.arange(0, COLUMNS), low.to(tl.uint8))
-        else:
-            channel = tl.arange(0, 2 * COLUMNS) + quarter * (2 * COLUMNS)
-            tl.store(base_ptr + channel, tl.interleave(low, high).to(tl.uint8))
+    low_base = (base >> 7) & 0xFF
+    high_base = base >> 23
+    channel = tl.arange(0, HEAD_DIM)
+    if ALONG_TOKENS:
+        tl.store(base_ptr + channel, low_base.to(tl.uint8))
+    else:
+        tl.store(base_ptr + channel, tl.interleave(low_base, high_base).to(tl.uint8))
 
     # Flags and ends of their words lie where words will be.
     flags_ptr = main_ptr
     ends_ptr = main_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + PLANE
-    LIST_ROWS: tl.constexpr = COLUMNS if ALONG_TOKENS else ROWS
-    QUARTER_WORDS: tl.constexpr = max(1, ROWS // 4) if ALONG_TOKENS else 2
-    ROW_WORDS: tl.constexpr = 4 * QUARTER_WORDS
+    LIST_ROWS: tl.constexpr = HEAD_DIM if ALONG_TOKENS else ROWS
+    ROW_WORDS: tl.constexpr = ROWS if ALONG_TOKENS else 8
+    if ALONG_TOKENS:
+        store_flags_v(flags_ptr, flags[0])
+    else:
+        store_flags_k(flags_ptr, flags, HEAD_DIM)
+    tl.debug_barrier()
     row = tl.arange(0, LIST_ROWS)
-    for quarter in tl.static_range(4):
-        outs = ()
-        for tile in tl.static_range(TILES):
-            _, out = _codes(words[quarter * TILES + tile], bases[quarter][None, :])
-            outs = outs + (out,)  # noqa: RUF005
-        place = tl.arange(0, QUARTER_WORDS)[None, :] + quarter * QUARTER_WORDS
-        tl.store(flags_ptr + row[:, None] * ROW_WORDS + place, flags_of(outs, TILES, ALONG_TOKENS))
-    tl.debug_barrier()
     place = row[:, None] * ROW_WORDS + tl.arange(0, ROW_WORDS)[None, :]
-    _, _, _, _, set_bits = bit_counts(tl.load(flags_ptr + place))
-    set_bits = set_bits.to(tl.int32)
-    row_counts = tl.sum(set_bits, 1)
-    row_ends = tl.cumsum(row_counts, 0)
-    tl.store(ends_ptr + place, tl.cumsum(set_bits, 1) + (row_ends - row_counts)[:, None])
+    counts = bit_count(tl.load(flags_ptr + place))
+    word_ends = tl.cumsum(tl.reshape(counts, (LIST_ROWS * ROW_WORDS,)), 0)
+    word_ends = tl.reshape(word_ends, (LIST_ROWS, ROW_WORDS))
+    tl.store(ends_ptr + place, word_ends)
+    row_ends = tl.max(word_ends, 1)
     GROUP: tl.constexpr = min(LIST_ROWS, LIST_GROUP)
-    ends = tl.cumsum(tl.reshape(row_counts, (LIST_ROWS // GROUP, GROUP)), 1)
-    tl.store(base_ptr + HEAD_DIM + row, tl.reshape(ends, (LIST_ROWS,)).to(tl.uint8))
+    starts = tl.reshape(tl.min(word_ends - counts, 1), (LIST_ROWS // GROUP, GROUP))
+    ends = tl.reshape(row_ends, (LIST_ROWS // GROUP, GROUP)) - tl.min(starts, 1)[:, None]
+    ends = tl.reshape(ends, (LIST_ROWS,))
+    tl.store(base_ptr + HEAD_DIM + row, ends.to(tl.uint8))
     if LIST_ROWS < HEAD_DIM:
-        no_row = tl.arange(0, HEAD_DIM)
-        tl.store(base_ptr + HEAD_DIM + no_row, tl.zeros([HEAD_DIM], tl.uint8), mask=no_row >= LIST_ROWS)
-    count = tl.sum(row_counts, 0)
-    fits = (count <= LIST_BYTES // 2) & (tl.max(tl.max(ends, 1), 0) <= MOST_LISTED)
-    fits = fits & (tl.min(lowest, 0) >= LOWEST_BASE) & (tl.max(highest, 0) <= HIGHEST_BASE)
-    units = (count + 7) // 8
+        tl.store(base_ptr + HEAD_DIM + channel, tl.zeros([HEAD_DIM], tl.uint8), mask=channel >= LIST_ROWS)
+    # What must stay raw counts as more than fit.
+    TOO_MANY: tl.constexpr = LIST_BYTES // 2 + 1
+    is_far = (tl.minimum(low_base, high_base) < LOWEST_BASE) | (
+        tl.maximum(low_base, high_base) > HIGHEST_BASE
+    )
+    count = tl.max(tl.maximum(row_ends, tl.where(ends > MOST_LISTED, TOO_MANY, 0)), 0)
+    count = tl.maximum(count, tl.max(tl.where(is_far, TOO_MANY, 0), 0))
     tl.debug_barrier()
-    if fits:
+    if count < TOO_MANY:
         store_list(
             lists_ptr + slot * (LIST_BYTES // 2),
             count,
@@ -272,24 +242,22 @@ def _pack_kernel(
         )
     tl.debug_barrier()
 
-    codes = ()
-    for number in tl.static_range(4 * TILES):
-        # Loaded again: to keep them takes more registers than there are.
-        word = pair_tile(
-            pairs_ptr, patterns_ptr, low_start, high_start, number, TILES, HEAD_DIM, ALONG_TOKENS
-        )
-        code, _ = _codes(word, bases[number // TILES][None, :])
-        codes = codes + (code,)  # noqa: RUF005
-    if ALONG_TOKENS:
-        store_words_v(main_ptr, codes, PLANE)
-    else:
-        for pair in tl.static_range(TILES // 2):
-            store_words_k(main_ptr, codes, pair, TILES, PLANE)
-    units = tl.where(fits, units, 0).to(tl.int64)
+    for part in tl.static_range(PARTS):
+        bytes_ = ()
+        rests = ()
+        for number in tl.static_range(TILES // PARTS):
+            # Loaded again: to keep them takes more registers than there are.
+            word = _tile(pairs_ptr, low_start, high_start, part * 2 + number, HEAD_DIM, ALONG_TOKENS)
+            byte, rest = _codes(word, base[None, :], flags[part], place_of_flag(number, ALONG_TOKENS))
+            bytes_ = bytes_ + (byte,)  # noqa: RUF005
+            rests = rests + (rest,)  # noqa: RUF005
+        if ALONG_TOKENS:
+            store_words_v(main_ptr, bytes_, rests, PLANE)
+        else:
+            store_words_k(main_ptr, bytes_, rests, part, PARTS, PLANE)
+    units = tl.where(count < TOO_MANY, (count + 7) // 8, 0).to(tl.int64)
     tl.store(entries_ptr + slot, (slot * (LIST_BYTES // 16) << 8 | units).to(tl.int32))
-    tl.store(
-        counts_ptr + block * kv_heads + head, tl.where(fits, count, tl.maximum(count, LIST_BYTES // 2 + 1))
-    )
+    tl.store(counts_ptr + block * kv_heads + head, count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,8 +303,6 @@ def pack(
     """
     arguments = check_pages(raw, raw_pages, slots, places, kind, block_tokens)
     lowest, highest = BASES[kind]
-    # V fits half the registers of each thread, and twice the warps wait less; K would spill.
-    halves = 2 if kind == "v" else 1
     counts = torch.empty((len(places), raw.shape[1]), dtype=torch.int32, device=raw.device)
     if len(places):
         _pack_kernel[(len(places), raw.shape[1])](
@@ -353,8 +319,8 @@ def pack(
             **arguments,
             LOWEST_BASE=lowest,
             HIGHEST_BASE=highest,
-            num_warps=halves * warps_of(block_tokens, raw.shape[3]),
-            maxnreg=128 // halves,  # two programs on a multiprocessor
+            num_warps=warps_of(block_tokens, raw.shape[3]),
+            maxnreg=128,  # two programs on a multiprocessor
         )
     return counts
 
