@@ -7,13 +7,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvfold.analysis import cmd_kernels
 from kvfold.analysis.cmd_kernels import FORMATS, OPS, app
-from kvfold.kernels import bench
+from kvfold.kernels import bench, timing
 from kvfold.kernels.bench import MOST_KV_BYTES, POINTS
 from kvfold.kernels.bench_pages import KV_HEADS, TOKEN_BYTES
 from kvfold.kernels.fuzz import VARIANTS
 from kvfold.kernels.gate import CHECKS
-from kvfold.kernels.timing import COLUMNS
+from kvfold.kernels.timing import COLUMNS, Machine, Row
 
 with (resources.files("kvfold.kernels") / "data" / "costs_h200.csv").open() as file:
     ROWS = list(csv.DictReader(file))
@@ -81,6 +82,25 @@ def test_without_a_gpu_one_line_and_exit_2(command):
     assert result.exit_code == 2
     assert len(result.output.splitlines()) == 1
     assert "need an NVIDIA GPU" in result.output
+
+
+def test_a_launch_that_is_refused_costs_its_own_rows(monkeypatch, tmp_path):
+    row = Row("attend", "bf16", "a kernel", 2.0, 1.0, 3.0, bytes=8)
+
+    def refused():
+        yield row
+        raise RuntimeError("No available kernel")
+
+    machine = Machine("NVIDIA H200", "2", "3", "580")
+    monkeypatch.setattr(cmd_kernels, "_require_gpu", lambda: None)
+    monkeypatch.setattr(cmd_kernels, "_check", lambda *_: ([], {}, []))
+    monkeypatch.setattr(cmd_kernels, "_tasks", lambda *_: [("one", refused()), ("two", iter([row]))])
+    monkeypatch.setattr(timing, "Machine", lambda: machine)
+    result = CliRunner().invoke(app, ["bench", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("2 rows (measured)")
+    assert "1 not run: one (No available kernel)" in result.stdout
+    assert len((tmp_path / "costs_h200.csv").read_text().splitlines()) == 3
 
 
 def test_every_format_of_the_kernels_can_be_asked_for():
