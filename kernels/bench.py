@@ -90,6 +90,15 @@ class Peer:
     page_tokens: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A launch that was timed, and its row."""
+
+    launch: Callable[[], torch.Tensor]
+    row: Row
+    is_ours: bool  # whether its bits and energy are looked at, too
+
+
 def compile_kernels(points: Sequence[tuple[int, int]], formats: Sequence[str], jobs: int) -> None:
     """Fill Triton's cache with what is to be timed, each kernel compiled by one of so many processes."""
     with get_context("spawn").Pool(jobs) as pool:
@@ -123,26 +132,31 @@ def attend_tasks(
     largest = max(math.prod(point) for point in points)
     pool = Pool(largest, device, formats)
     peers = partial(_peers, pool, None if fa3_library is None else _checked_fa3(fa3_library, pool))
+    timed: list[Timed] = []
     for point in points:
         name = "attend {} x {}".format(*point)
-        yield name, _rows(point, partial(_ways, pool, point, formats), peers, say)
+        yield name, _bursts(point, partial(_ways, pool, point, formats), peers, timed)
+    # Only now: a GPU that has run back to back, at its power cap, is slower for a while.
+    yield "attend, replayed", _replayed(timed)
+    yield "attend, sustained", _sustained(timed, say)
     if "gaac" in formats:
+        timed.clear()
         pool.packed.clear()
         pool.cast.clear()
         slots = _gaac_slots(pool, largest, device)
         for point in points:
-            yield (
-                "attend gaac {} x {}".format(*point),
-                _rows(point, partial(_gaac, pool, slots, point), lambda point: [], say),
-            )
+            ways = partial(_gaac, pool, slots, point)
+            yield "attend gaac {} x {}".format(*point), _bursts(point, ways, lambda point: [], timed)
+        yield "attend gaac, sustained", _sustained(timed, say)
 
 
-def _rows(
+def _bursts(
     point: tuple[int, int],
     ways: Callable[[], list[Way]],
     peers: Callable[[tuple[int, int]], Iterable[Peer]],
-    say: Callable[[str], None],
+    timed: list[Timed],
 ) -> Iterator[Row]:
+    """Single launches of the fastest of each way and of peers; ``timed`` gets all of them."""
     batch, context = point
     shape: dict[str, Any] = {
         "batch": batch,
@@ -151,13 +165,11 @@ def _rows(
         "kv_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
     }
-    rows = []
     for way in ways():
         label, launch, times = fastest(way.launches)
         row = Row("attend", way.format, label, *times, bytes=way.bytes, page_tokens=way.page_tokens, **shape)
-        rows.append((way, launch, row))
+        timed.append(Timed(launch, row, way.is_peer))
         yield row
-    again = [(launch, row) for way, launch, row in rows if way.format == "bf16"]
     for peer in peers(point):
         try:
             times = burst(peer.launch)
@@ -165,23 +177,33 @@ def _rows(
             continue  # a backend that refuses the shape has no row
         size = batch * context * TOKEN_BYTES
         row = Row("attend", "bf16", peer.label, *times, bytes=size, page_tokens=peer.page_tokens, **shape)
-        again.append((peer.launch, row))
+        timed.append(Timed(peer.launch, row, is_ours=False))
         yield row
-    for launch, row in again:
-        median_us, p10_us, p90_us = replayed(launch)
-        yield replace(row, format="bf16:timed=replays", median_us=median_us, p10_us=p10_us, p90_us=p90_us)
-    # Only now: a GPU that has run at its power cap is slower for a while.
-    for way, launch, row in rows:
-        if point not in SUSTAINED_POINTS or not way.is_peer:
+
+
+def _replayed(timed: Sequence[Timed]) -> Iterator[Row]:
+    """BF16, our kernel and others', as public times of it were measured."""
+    for each in timed:
+        if each.row.format == "bf16":
+            median_us, p10_us, p90_us = replayed(each.launch)
+            format_ = "bf16:timed=replays"
+            yield replace(each.row, format=format_, median_us=median_us, p10_us=p10_us, p90_us=p90_us)
+
+
+def _sustained(timed: Sequence[Timed], say: Callable[[str], None]) -> Iterator[Row]:
+    """Our kernels at some points: one result of many launches, and their energy."""
+    for each in timed:
+        row, point = each.row, (each.row.batch, each.row.context_tokens)
+        if point not in SUSTAINED_POINTS or not each.is_ours:
             continue
-        found = distinct_results(launch, LAUNCHES)
-        say(f"{row.kernel} at {batch} x {context}: {LAUNCHES} launches, {found} distinct result(s)")
+        found = distinct_results(each.launch, LAUNCHES)
+        where = f"{row.kernel} at {row.batch} x {row.context_tokens}"
+        result = f"{where}: {LAUNCHES} launches, {found} distinct result(s)"
+        say(result)
         if found != 1:
-            raise BitsDifferError(
-                f"{row.kernel} at {batch} x {context}: {LAUNCHES} launches gave {found} results"
-            )
-        if way.format in SUSTAINED_FORMATS or point == SLOW_POINT:
-            mean_us, energy_mj = sustained(launch)
+            raise BitsDifferError(result)
+        if row.format in SUSTAINED_FORMATS or point == SLOW_POINT:
+            mean_us, energy_mj = sustained(each.launch)
             yield replace(row, median_us=mean_us, p10_us=None, p90_us=None, energy_mj=energy_mj, sustained=1)
 
 

@@ -1,5 +1,6 @@
 """The committed cost table is whole, and `kvfold kernels` says what is missing where there is no GPU."""
 
+import contextlib
 import csv
 from importlib import resources
 
@@ -14,7 +15,7 @@ from kvfold.kernels.bench import MOST_KV_BYTES, POINTS
 from kvfold.kernels.bench_pages import KV_HEADS, TOKEN_BYTES
 from kvfold.kernels.fuzz import VARIANTS
 from kvfold.kernels.gate import CHECKS
-from kvfold.kernels.timing import COLUMNS, Machine, Row
+from kvfold.kernels.timing import COLUMNS, BitsDifferError, Machine, Row
 
 with (resources.files("kvfold.kernels") / "data" / "costs_h200.csv").open() as file:
     ROWS = list(csv.DictReader(file))
@@ -101,6 +102,36 @@ def test_a_launch_that_is_refused_costs_its_own_rows(monkeypatch, tmp_path):
     assert result.stdout.startswith("2 rows (measured)")
     assert "1 not run: one (No available kernel)" in result.stdout
     assert len((tmp_path / "costs_h200.csv").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("found", [1, 2])
+def test_nothing_runs_at_the_power_cap_before_all_single_launches_are_timed(monkeypatch, found):
+    def ways(pool, point, formats):
+        return [bench.Way(name, {f"ours {name}": None}, 8, 64, name != "fixed4:slow") for name in formats]
+
+    times = (2.0, 1.0, 3.0)
+    monkeypatch.setattr(bench, "Pool", lambda *_: None)
+    monkeypatch.setattr(bench, "_ways", ways)
+    monkeypatch.setattr(bench, "_peers", lambda *_: [bench.Peer("torch", None, None)])
+    monkeypatch.setattr(bench, "fastest", lambda launches: (*launches, None, times))
+    monkeypatch.setattr(bench, "burst", lambda _: times)
+    monkeypatch.setattr(bench, "replayed", lambda _: times)
+    monkeypatch.setattr(bench, "sustained", lambda _: (4.0, 5.0))
+    monkeypatch.setattr(bench, "distinct_results", lambda *_: found)
+    said = []
+    tasks = bench.attend_tasks([(8, 65536), (2, 256)], ["bf16", "fixed4", "fixed4:slow"], "cuda", said.append)
+    rows = []
+    with contextlib.nullcontext() if found == 1 else pytest.raises(BitsDifferError, match="2 distinct"):
+        rows += [row for _, timed in tasks for row in timed]
+    if found == 1:
+        formats = [row.format for row in rows]
+        assert formats[:8] == ["bf16", "fixed4", "fixed4:slow", "bf16"] * 2
+        assert formats[8:12] == ["bf16:timed=replays"] * 4
+        assert [(row.format, row.batch, row.sustained, row.energy_mj) for row in rows[12:]] == [
+            ("bf16", 8, 1, 5.0),
+            ("fixed4", 8, 1, 5.0),
+        ]
+        assert len(said) == 2
 
 
 def test_every_format_of_the_kernels_can_be_asked_for():
