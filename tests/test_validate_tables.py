@@ -87,11 +87,12 @@ def test_a_bad_latency_is_named_with_its_line(tmp_path):
 def test_the_worst_point_is_named(tmp_path):
     make_perfdb(tmp_path, "h200_sxm")
     found = {check.name: check for check in tables(tmp_path).checks}
-    gated = found["h200 decode attention, our table, fastest kernel: median"]
+    gated = found["h200 decode attention, our table, same kernel: median"]
     assert gated.gate == 0.10
     assert not gated.passed  # the made-up GPU is far from an H200
-    assert found["h200 decode attention, our table, torch sdpa flash: median"].gate is None
-    worst = found["h200 decode attention, our table, fastest kernel: worst"]
+    for reading in ("same kernel, timed as there", "fastest kernel"):
+        assert found[f"h200 decode attention, our table, {reading}: median"].gate is None
+    worst = found["h200 decode attention, our table, same kernel: worst"]
     batch, context = worst.note.replace(",", "").split(" x ")
     assert worst.reference == pytest.approx(1 + int(batch) * int(context) * 1e-3)
 
@@ -101,8 +102,23 @@ def test_prefill_rates_are_constant_beyond_the_measured_chunks():
     assert table.pair_fs(100, False) == (pytest.approx(50.5e9 / 5050), "interpolated")
     assert table.pair_fs(150, False)[0] == pytest.approx((50.5e9 / 5050 + 402e9 / 20_100) / 2)
     assert table.pair_fs(400, False) == (pytest.approx(402e9 / 20_100), "extrapolated")
+    assert table.pair_fs(50, False) == (pytest.approx(50.5e9 / 5050), "extrapolated")
     assert table.pair_fs(100, True)[0] == pytest.approx(10e9 / 100_000)
     assert prefill_table({}) is None
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 9, 15, 16])
+def test_a_prompt_chunk_that_costs_its_launch_costs_the_same_between_measured_ones(tokens):
+    table = prefill_table({(32, 128): {(4, 0): 10.0, (16, 0): 10.0, (4096, 0): 400.0}})
+    time_us = table.pair_fs(tokens, False)[0] * (tokens * (tokens + 1) // 2) / 1e9
+    assert time_us == pytest.approx(10.0, rel=0.03)
+
+
+@pytest.mark.parametrize("tokens", [2048, 3000, 5000, 8192])
+def test_a_time_that_grows_with_the_pairs_does_so_between_measured_chunks(tokens):
+    pairs = {n: n * (n + 1) // 2 for n in (2048, 8192, tokens)}
+    table = prefill_table({(32, 128): {(n, 0): 1e-4 * pairs[n] for n in (2048, 8192)}})
+    assert table.pair_fs(tokens, False)[0] == pytest.approx(1e5)
 
 
 def make_splitwise(folder, scale=1.0):
