@@ -87,19 +87,6 @@ class Gate:
             self.faults.append(f"{label}: the error against float64 is {error:.3e}, above {bound:.3e}")
 
 
-def find_faults(
-    case: Case,
-    device: str,
-    checks: Sequence[str],
-    splits: int = 3,
-    programs: int | None = None,
-    has_skips: bool | None = None,
-    copies: int | None = None,
-) -> list[str]:
-    """What is wrong with kernels on one case, a line per broken rule; arguments as in `check_case`."""
-    return check_case(case, device, checks, splits, programs, has_skips, copies).faults
-
-
 def check_case(
     case: Case,
     device: str,
@@ -109,7 +96,10 @@ def check_case(
     has_skips: bool | None = None,
     copies: int | None = None,
 ) -> Gate:
-    """Kernels on one case; checks are names of ``CHECKS``. Without ``has_skips``, what the case has."""
+    """Kernels on one case; checks are names of ``CHECKS``.
+
+    Without ``has_skips`` what the case has, without ``copies`` what suits the number of programs.
+    """
     drawn = draw(case, device)
     raw = raw_pages(drawn)
     sides = [reference.raw_tokens(raw, b) for b in range(raw.batch)]

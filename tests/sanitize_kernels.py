@@ -45,11 +45,11 @@ def small_cases():
 
 def run_part(part: int) -> None:
     from kvfold.kernels.bench_dense import check_w4a16
-    from kvfold.kernels.gate import find_faults
+    from kvfold.kernels.gate import check_case
 
     for number, (variant, case) in enumerate(small_cases()):
         if number % PARTS == part:
-            faults = find_faults(
+            faults = check_case(
                 case,
                 "cuda",
                 variant.checks,
@@ -57,7 +57,7 @@ def run_part(part: int) -> None:
                 variant.programs,
                 variant.has_skips,
                 variant.copies,
-            )
+            ).faults
             print(case, variant.checks, faults, flush=True)
             if faults:
                 sys.exit(FOUND)

@@ -14,7 +14,7 @@ from kvfold.codec.windows import calibrate
 from kvfold.kernels import bf16, fixed4, fixed4_portable, fp8, gaac_attend, reference
 from kvfold.kernels.fixed4_layout import nibble_layout, weight_layouts
 from kvfold.kernels.fuzz import VARIANTS, cases
-from kvfold.kernels.gate import find_faults
+from kvfold.kernels.gate import check_case
 from kvfold.kernels.inputs import Case, draw, make, raw_pages
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -221,5 +221,7 @@ def test_wrong_portable_kernels_are_rejected(wrong, planted):
 def test_every_variant_passes_the_gate(number):
     case = next(case for found, case in cases(200, 1) if found == number)
     variant = VARIANTS[number]
-    faults = find_faults(case, DEVICE, variant.checks, variant.splits, variant.programs, variant.has_skips)
+    faults = check_case(
+        case, DEVICE, variant.checks, variant.splits, variant.programs, variant.has_skips, variant.copies
+    ).faults
     assert faults == []

@@ -8,7 +8,7 @@ import torch
 
 from kvfold.kernels import fixed3_portable, reference
 from kvfold.kernels.fixed3_pages import pack_fixed3
-from kvfold.kernels.gate import BF16_TOLERANCE, find_faults
+from kvfold.kernels.gate import BF16_TOLERANCE, check_case
 from kvfold.kernels.inputs import Case, draw, raw_pages
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +48,7 @@ def test_against_float64(case):
 def test_the_gate_finds_nothing_and_sees_a_wrong_byte(monkeypatch):
     case = Case((64, 20), 1, 2, 64, 64, 16, seed=2)
     checks = ("fixed3-pages", "fixed3-portable")
-    assert find_faults(case, DEVICE, checks) == []
+    assert check_case(case, DEVICE, checks).faults == []
 
     def spoiled(drawn):
         kv, raw, exceptions = pack_fixed3(drawn)
@@ -56,7 +56,7 @@ def test_the_gate_finds_nothing_and_sees_a_wrong_byte(monkeypatch):
         return kv, raw, exceptions
 
     monkeypatch.setattr("kvfold.kernels.gate.pack_fixed3", spoiled)
-    faults = find_faults(case, DEVICE, checks[:1])
+    faults = check_case(case, DEVICE, checks[:1]).faults
     assert len(faults) == 2
     assert "bytes of packed v differ" in faults[0]
     assert "unpacked v differs" in faults[1]

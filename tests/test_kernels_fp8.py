@@ -10,7 +10,7 @@ import torch
 
 from kvfold.codec.fp8 import E4M3, E5M2, widen_table
 from kvfold.kernels import fp8
-from kvfold.kernels.gate import find_faults
+from kvfold.kernels.gate import check_case
 from kvfold.kernels.inputs import Case, cast_drawn, draw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +29,7 @@ CASES = [
 @pytest.mark.parametrize("kind", ["fp8-e4m3", "fp8-e5m2"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_reference_over_the_cast_values(case, kind):
-    assert find_faults(case, DEVICE, [kind], splits=2) == []
+    assert check_case(case, DEVICE, [kind], splits=2).faults == []
 
 
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=lambda kind: kind.name)
@@ -65,7 +65,7 @@ def test_scales_are_those_of_the_values():
 @pytest.mark.parametrize("wrong", WRONG["KERNELS"], ids=lambda wrong: wrong.__name__)
 def test_wrong_kernels_are_rejected(wrong, monkeypatch):
     monkeypatch.setattr(fp8, "attend", wrong)
-    assert find_faults(Case((201,), 1, 2, 64, 64, 16, window=100), DEVICE, ["fp8-e4m3"], splits=1)
+    assert check_case(Case((201,), 1, 2, 64, 64, 16, window=100), DEVICE, ["fp8-e4m3"], splits=1).faults
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from kvfold.codec import gaac
 from kvfold.codec.windows import Windows
 from kvfold.kernels import gaac_attend
-from kvfold.kernels.gate import find_faults
+from kvfold.kernels.gate import check_case
 from kvfold.kernels.inputs import Case, draw, gaac_slots, pack_gaac
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed_pages_give_the_sums_of_raw_ones(case):
-    assert find_faults(case, DEVICE, ["gaac"], splits=2) == []
+    assert check_case(case, DEVICE, ["gaac"], splits=2).faults == []
 
 
 @pytest.mark.parametrize("base", [0, 100, 248], ids=["wide and raw", "raw", "narrow"])
@@ -54,7 +54,7 @@ def test_groups_of_every_mode(base):
 @pytest.mark.parametrize("wrong", WRONG["KERNELS"], ids=lambda wrong: wrong.__name__)
 def test_wrong_kernels_are_rejected(wrong, monkeypatch):
     monkeypatch.setattr(gaac_attend, "attend", wrong)
-    assert find_faults(Case((201,), 1, 2, 64, 64, 16, window=100), DEVICE, ["gaac"], splits=1)
+    assert check_case(Case((201,), 1, 2, 64, 64, 16, window=100), DEVICE, ["gaac"], splits=1).faults
 
 
 @pytest.mark.parametrize(
