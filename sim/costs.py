@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.run import FS_PER_S
@@ -136,7 +136,8 @@ class LinearTable:
 class PrefillTable:
     """Prefill attention of one layer: femtoseconds per query-key pair of all its heads, by tokens of the chunk.
 
-    `causal`: pairs within the chunk, tokens (tokens + 1) / 2; `dense`: pairs with its history, tokens x history.
+    `causal`: pairs within the chunk, tokens (tokens + 1) / 2, with the launch; `dense`: pairs with its history,
+    tokens x history, which come on top in the same launch.
     """
 
     q_heads: int
@@ -158,6 +159,10 @@ class PrefillTable:
             return ys[0], "interpolated"
         weight = log(tokens / xs[index - 1]) / log(xs[index] / xs[index - 1])
         return ys[index - 1] * (ys[index] / ys[index - 1]) ** weight, "interpolated"
+
+    def full_pair_fs(self, with_history: bool) -> float:
+        """The least of any chunk: what a pair costs where chunks fill the GPU."""
+        return min((self.dense if with_history and self.dense[0] else self.causal)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,22 +239,34 @@ def _add_prefill(prefill: dict[tuple[int, int], dict[tuple[int, int], float]], r
 
 
 def prefill_table(prefill: dict[tuple[int, int], dict[tuple[int, int], float]]) -> PrefillTable | None:
-    """From (q_heads, head_dim) -> (tokens, history) -> us; history 0 is causal. None where no causal row is."""
+    """From (q_heads, head_dim) -> (tokens, history) -> us; history 0 is causal. None where no causal row is.
+
+    Of several histories the slope over them counts, so that no launch is in it.
+    """
     shapes = [shape for shape in prefill if any(history == 0 for _, history in prefill[shape])]
     if not shapes:
         return None
     shape = max(shapes, key=lambda each: len(prefill[each]))
-    causal: dict[int, list[float]] = {}
-    dense: dict[int, list[float]] = {}
+    causal: dict[int, float] = {}
+    dense: dict[int, dict[int, float]] = {}
     for (tokens, history), time_us in prefill[shape].items():
-        pairs = tokens * history if history else tokens * (tokens + 1) // 2
-        (dense if history else causal).setdefault(tokens, []).append(time_us * _FS_PER_US / pairs)
-    return PrefillTable(*shape, _by_tokens(causal), _by_tokens(dense))
+        if history:
+            dense.setdefault(tokens, {})[history] = time_us * _FS_PER_US
+        else:
+            causal[tokens] = time_us * _FS_PER_US / (tokens * (tokens + 1) // 2)
+    slopes = {tokens: _slope(times) / tokens for tokens, times in dense.items()}
+    return PrefillTable(*shape, _by_tokens(causal), _by_tokens(slopes))
 
 
-def _by_tokens(rates: dict[int, list[float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def _slope(times: dict[int, float]) -> float:
+    """Of a line through times over histories, or of the one through the origin where that is not above 0."""
+    found = linear_regression(times.keys(), times.values()).slope if len(times) > 1 else 0.0
+    return found if found > 0 else median(time / history for history, time in times.items())
+
+
+def _by_tokens(rates: dict[int, float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     ordered = sorted(rates)
-    return tuple(ordered), tuple(median(rates[tokens]) for tokens in ordered)
+    return tuple(ordered), tuple(rates[tokens] for tokens in ordered)
 
 
 def attend_tables(

@@ -90,17 +90,20 @@ class StepCost:
         False  # raise ConfigError rather than use attention or linear layers that were not measured
     )
     _bases: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    _own_pairs: dict[int, int] = field(default_factory=dict)  # by tokens of a chunk
+    _own_pairs: dict[int, tuple[int, int]] = field(default_factory=dict)  # by tokens of a chunk
     _segments: dict[int, tuple[list[int], list[Segment]]] = field(default_factory=dict)
 
     def work(self, decoding: DecodeSet, chunks: Sequence[Chunk]) -> Work:
         """The step in which every sequence of `decoding` gains a token and these chunks are computed."""
         count = decoding.count
-        prompt_tokens = ending = first_fs = growth_fs = 0
+        prompt_tokens = ending = first_fs = growth_fs = longest_wait_fs = 0
         for chunk in chunks:
             prompt_tokens += chunk.tokens
             ending += chunk.last
-            first_fs += self.chunk_fs(chunk)
+            alone_fs, beside_fs = self._chunk_fs(chunk)
+            first_fs += beside_fs
+            longest_wait_fs = max(longest_wait_fs, alone_fs - beside_fs)
+        first_fs += longest_wait_fs
         if chunks and not ending:  # a step that ends a prompt has no like one after it
             growth_fs = self.history_token_fs(prompt_tokens) * prompt_tokens
         first_fs += self.base_fs(count, prompt_tokens, ending)
@@ -167,38 +170,58 @@ class StepCost:
         return found
 
     def chunk_fs(self, chunk: Chunk) -> int:
-        """Prefill attention of one chunk, over its history and over itself."""
-        tokens, history = chunk.tokens, chunk.history_tokens
-        own_fs = self._own_pairs.get(tokens)
-        if own_fs is None:
-            own_fs = round(self._pair_fs(tokens, False) * (tokens * (tokens + 1) // 2))
-            self._own_pairs[tokens] = own_fs
-        if self.window_pair_fs:
-            own_fs += self.window_pair_fs * tokens * min(self.model.window_tokens, history + tokens)
-        if history:
-            own_fs += self.history_token_fs(tokens) * history
-        return own_fs
+        """Prefill attention of a step's only chunk, over its history and over itself."""
+        return self._chunk_fs(chunk)[0]
 
     def history_token_fs(self, chunk_tokens: int) -> int:
-        """Cost of one history token for a chunk: its attention pairs, or its KV read; and the unpacking of it.
+        """Cost of one history token for a step's only chunk."""
+        return self._history_fs(chunk_tokens)[0]
+
+    def _chunk_fs(self, chunk: Chunk) -> tuple[int, int]:
+        """Prefill attention of one chunk by itself, and what it adds to a launch that others fill.
+
+        One launch attends to all chunks of a step. A short one alone leaves most of the GPU idle, and others fill
+        that: what the launch takes beyond all pairs at full rate is what the chunk that is farthest from it takes.
+        """
+        tokens, history = chunk.tokens, chunk.history_tokens
+        own = self._own_pairs.get(tokens)
+        if own is None:
+            pairs = tokens * (tokens + 1) // 2
+            alone, full = self._pair_fs(tokens, False)
+            own = self._own_pairs[tokens] = round(alone * pairs), round(full * pairs)
+        alone_fs, beside_fs = own
+        if self.window_pair_fs:
+            windows_fs = self.window_pair_fs * tokens * min(self.model.window_tokens, history + tokens)
+            alone_fs, beside_fs = alone_fs + windows_fs, beside_fs + windows_fs
+        if history:
+            token_fs, full_token_fs = self._history_fs(tokens)
+            alone_fs, beside_fs = alone_fs + token_fs * history, beside_fs + full_token_fs * history
+        return alone_fs, beside_fs
+
+    def _history_fs(self, chunk_tokens: int) -> tuple[int, int]:
+        """Cost of one history token, as above: its attention pairs, or its KV read; and the unpacking of it.
 
         Prefill keeps its ordinary attention, so packed history is unpacked to memory first and read again.
         """
-        pairs_fs = round(chunk_tokens * self._pair_fs(chunk_tokens, True))
-        return max(pairs_fs, self.history_read_fs) + self.unpack_token_fs
+        alone, full = (
+            max(round(chunk_tokens * rate), self.history_read_fs) + self.unpack_token_fs
+            for rate in self._pair_fs(chunk_tokens, True)
+        )
+        return alone, full
 
-    def _pair_fs(self, chunk_tokens: int, with_history: bool) -> float:
-        """One query-key pair in all layers: at the measured rate of such a chunk where there is one."""
+    def _pair_fs(self, chunk_tokens: int, with_history: bool) -> tuple[float, float]:
+        """One query-key pair in all layers: at the measured rate of such a chunk, and at the best of any chunk."""
         table, model = self.costs.prefill if self.costs else None, self.model
         if table is None or model.head_dim != table.head_dim or not model.full_layers:
-            found_fs: float = self.pair_fs
+            found: tuple[float, float] = (self.pair_fs, self.pair_fs)
             origin = "modelled"
         else:
             rate_fs, origin = table.pair_fs(chunk_tokens, with_history)
-            found_fs = rate_fs * model.full_layers * model.q_heads / self.tp / table.q_heads
+            scale = model.full_layers * model.q_heads / self.tp / table.q_heads
+            found = (rate_fs * scale, table.full_pair_fs(with_history) * scale)
         if self.strict and origin != "interpolated":
             self._refuse(f"prefill attention of a chunk of {chunk_tokens} tokens", origin)
-        return found_fs
+        return found
 
     def terms(self, sequences: int, kv_tokens: int, window_tokens: int) -> list[Term]:
         """The table of one pure decode step; the sum of `s` is `decode_fs` to within a femtosecond a row."""

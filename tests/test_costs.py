@@ -1,6 +1,10 @@
 """Cost tables: interpolation against functions that are known, and runs that use them."""
 
+import csv
+import random
 from dataclasses import replace
+from importlib import resources
+from types import SimpleNamespace
 
 import pytest
 
@@ -173,13 +177,61 @@ def test_every_retention_policy_runs_with_a_table(table, random_trace, policy):
 
 
 def test_prefill_attention_is_what_was_measured_on_an_h200():
-    """A prompt of 8,192 tokens takes the measured 885.02 us a layer; with history, pairs at the dense rate."""
+    """A prompt of 8,192 tokens takes the measured 885.02 us a layer; history adds what it added there."""
     llama, h200 = load_model("llama-3.1-8b"), load_gpu("h200")
     cost = step_cost(llama, h200, load_sizes()["bf16"], "bf16", 1, cost_table("h200"))
     assert cost.chunk_fs(Chunk(8192, 0, True)) == pytest.approx(32 * 885.02e9, rel=1e-6)
     more_fs = cost.chunk_fs(Chunk(2048, 8192, True)) - cost.chunk_fs(Chunk(2048, 0, True))
-    # 415.04 us over 8,192 and 1,694.24 us over 32,768 tokens: the median rate of both
-    assert more_fs == pytest.approx(32 * (415.04 + 1694.24 / 4) / 2 * 1e9, rel=1e-6)
+    # 415.04 us over 8,192 and 1,694.24 us over 32,768 tokens, 24,576 more
+    assert more_fs == pytest.approx(32 * (1694.24 - 415.04) / 3 * 1e9, rel=1e-6)
+
+
+def test_a_short_chunk_over_a_long_history_takes_what_was_measured():
+    """Twice the launch is in neither; the modelled floor of reading the history is 20 % above one token's."""
+    llama, h200 = load_model("llama-3.1-8b"), load_gpu("h200")
+    cost = step_cost(llama, h200, load_sizes()["bf16"], "bf16", 1, cost_table("h200"))
+    with (resources.files("kvfold.kernels") / "data" / "costs_h200.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["op"] == "prefill"]
+    points = [(int(row["tokens"]), int(row["context_tokens"]), float(row["median_us"])) for row in rows]
+    assert {history for tokens, history, _ in points if history > tokens} == {8192, 32_768}
+    for tokens, history, time_us in points:
+        if history >= 32 * tokens:
+            assert cost.chunk_fs(Chunk(tokens, history, True)) == pytest.approx(32e9 * time_us, rel=0.15)
+
+
+NOTHING = SimpleNamespace(count=0, window_tokens=0)  # that decodes
+
+
+def prompts_fs(cost, chunks):
+    """What prefill attention of a step of these chunks takes."""
+    tokens, ending = sum(chunk.tokens for chunk in chunks), sum(chunk.last for chunk in chunks)
+    return cost.work(NOTHING, chunks).first_fs - cost.base_fs(0, tokens, ending)
+
+
+def test_prompts_of_one_step_share_its_launch():
+    llama, h200 = load_model("llama-3.1-8b"), load_gpu("h200")
+    cost = step_cost(llama, h200, load_sizes()["bf16"], "bf16", 1, cost_table("h200"))
+    short = Chunk(8, 0, True)
+    assert prompts_fs(cost, [short] * 256) < 1.1 * cost.chunk_fs(short)
+    assert prompts_fs(cost, [Chunk(64, 0, True)] * 32) < prompts_fs(cost, [Chunk(2048, 0, True)])
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100"])  # with a cost table and without
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_of_several_chunks_lies_between_the_longest_and_their_sum(gpu, seed):
+    rng = random.Random(seed)
+    llama, sizes = load_model("llama-3.1-8b"), load_sizes()["fixed4"]
+    cost = step_cost(llama, load_gpu(gpu), sizes, "bf16", 1, cost_table(gpu))
+    chunks = [
+        Chunk(rng.choice((1, 7, 100, 2048)), rng.choice((0, 500, 30_000)), True)
+        for _ in range(rng.randint(2, 9))
+    ]
+    alone = [prompts_fs(cost, [chunk]) for chunk in chunks]
+    assert alone == [cost.chunk_fs(chunk) for chunk in chunks]
+    together = prompts_fs(cost, chunks)
+    assert max(alone) <= together <= sum(alone)
+    assert together == prompts_fs(cost, chunks[::-1]) >= prompts_fs(cost, chunks[1:])
+    assert (together < sum(alone)) == (gpu == "h200")
 
 
 def test_prefill_of_another_head_size_stays_modelled():
