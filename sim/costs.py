@@ -80,8 +80,10 @@ class AttendTable:
             weight = (batch - self.batches[low]) / (self.batches[high] - self.batches[low])
         shares = [(low, 1 - weight), (high, weight)] if weight else [(low, 1.0)]
         known = [self.contexts[row] for row, _ in shares]
-        starts = [batch * context for context in sorted({0}.union(*known))]
-        first, last = batch * max(each[0] for each in known), batch * min(each[-1] for each in known)
+        longest = min(each[-1] for each in known)
+        # The last point that is measured belongs to the part before it, and so is no extrapolation.
+        starts = [batch * context + (context == longest) for context in sorted({0}.union(*known))]
+        first, last = batch * max(each[0] for each in known), batch * longest
         in_batches = self.batches[0] <= batch <= self.batches[-1]
         segments = []
         for start, end in zip(starts, [*starts[1:], None], strict=True):
@@ -93,7 +95,7 @@ class AttendTable:
             if not in_batches:
                 # the memory limit of the nearest batch goes on with the tokens
                 slope *= batch / self.batches[low]
-            inside = in_batches and same_shape and first <= start and end is not None and end <= last
+            inside = in_batches and same_shape and first <= start and end is not None and end <= last + 1
             segments.append(
                 Segment(
                     base_fs=round(base * layers * _FS_PER_US),

@@ -234,6 +234,19 @@ def test_a_step_of_several_chunks_lies_between_the_longest_and_their_sum(gpu, se
     assert (together < sum(alone)) == (gpu == "h200")
 
 
+@pytest.mark.parametrize("name", ["bf16", "fixed4"])
+def test_every_measured_point_is_met_and_is_no_extrapolation(name):
+    llama, h200, costs = load_model("llama-3.1-8b"), load_gpu("h200"), cost_table("h200")
+    cost = step_cost(llama, h200, load_sizes()[name], "bf16", 1, costs, strict=True)
+    table = costs.attend[name]
+    for batch, contexts, times_us in zip(table.batches, table.contexts, table.times_us, strict=True):
+        for context, time_us in zip(contexts, times_us, strict=True):
+            found = cost.attention(batch, batch * context)
+            assert found.base_fs + found.token_fs * batch * context == pytest.approx(32e9 * time_us, rel=1e-6)
+        with pytest.raises(ConfigError, match="is extrapolated"):
+            cost.attention(batch, batch * contexts[-1] + 1)
+
+
 def test_prefill_of_another_head_size_stays_modelled():
     model, h200 = load_model("qwen3.5-27b"), load_gpu("h200")
     costs = cost_table("h200")
