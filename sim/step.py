@@ -136,7 +136,8 @@ class StepCost:
         found = segments[bisect_right(starts, kv_tokens) - 1]
         if self.strict and found.origin != "interpolated":
             self._refuse(
-                f"attention of {sequences} sequences with {kv_tokens} KV tokens in all", found.origin
+                f"decode attention of a batch of {sequences:,} with {kv_tokens:,} KV tokens in all",
+                found.origin,
             )
         return found
 
@@ -220,7 +221,7 @@ class StepCost:
             scale = model.full_layers * model.q_heads / self.tp / table.q_heads
             found = (rate_fs * scale, table.full_pair_fs(with_history) * scale)
         if self.strict and origin != "interpolated":
-            self._refuse(f"prefill attention of a chunk of {chunk_tokens} tokens", origin)
+            self._refuse(f"prefill attention of a chunk of {chunk_tokens:,} tokens", origin)
         return found
 
     def terms(self, sequences: int, kv_tokens: int, window_tokens: int) -> list[Term]:
@@ -267,7 +268,7 @@ class StepCost:
         add("linear layers", weights.dense, 2 * model.dense_params / tp * tokens)
         measured = self._linear_us(tokens)
         if self.strict and (measured is None or measured[1] != "interpolated"):
-            self._refuse(f"linear layers of {tokens} tokens", measured[1] if measured else "modelled")
+            self._refuse(f"linear layers of {tokens:,} tokens", measured[1] if measured else "modelled")
         if measured is not None:
             rows[-1] = ("linear layers", _fs(measured[0] / 1e6), rows[-1][2], measured[1])
         if model.moe_layers:

@@ -121,9 +121,9 @@ def test_linear_layers_from_products_of_the_same_bytes(table):
 def test_strict_costs_refuse_what_was_not_measured(table):
     cost = step_cost(MODEL, GPU, SIZES["bf16"], costs=table, strict=True)
     assert cost.decode_fs(4, 20_000, 0) > 0
-    with pytest.raises(ConfigError, match="300000 KV tokens in all is extrapolated"):
+    with pytest.raises(ConfigError, match="300,000 KV tokens in all is extrapolated"):
         cost.attention(64, 300_000)
-    with pytest.raises(ConfigError, match="attention of 1 sequences with 1000 KV tokens in all is modelled"):
+    with pytest.raises(ConfigError, match="decode attention of a batch of 1 with 1,000 KV tokens in all is modelled"):
         step_cost(MODEL, GPU, SIZES["gaac"], costs=table, strict=True).attention(1, 1000)
 
 
@@ -260,8 +260,8 @@ def test_strict_costs_refuse_prompts_outside_the_measured_chunks():
     cost = step_cost(llama, h200, load_sizes()["bf16"], "bf16", 1, costs, strict=True)
     assert cost.chunk_fs(Chunk(2048, 4096, True)) > 0
     assert cost.chunk_fs(Chunk(1, 4096, True)) > 0
-    with pytest.raises(ConfigError, match="chunk of 40000 tokens is extrapolated"):
+    with pytest.raises(ConfigError, match="chunk of 40,000 tokens is extrapolated"):
         cost.chunk_fs(Chunk(40_000, 0, True))
     other = step_cost(load_model("qwen3.5-27b"), h200, load_sizes()["bf16"], "bf16", 1, costs, strict=True)
-    with pytest.raises(ConfigError, match="chunk of 2048 tokens is modelled"):
+    with pytest.raises(ConfigError, match="chunk of 2,048 tokens is modelled"):
         other.chunk_fs(Chunk(2048, 0, True))
