@@ -45,11 +45,12 @@ def batch_tile(batch: int) -> int:
 
 
 def copies_at_once(programs: int, device: torch.device) -> int:
-    """How many copies each of so many programs keeps on its way: those of K and V where it has a multiprocessor to
-    itself, else one of them.
+    """How many copies each of so many programs keeps on its way: those of K and V where there is a multiprocessor
+    for each program, else one of them.
 
-    With four on their way to each of an H200's multiprocessors, 24 of 132 get a larger part of the memory's
-    bandwidth and finish a quarter early, and the launch waits for the others (docs/kernels.md).
+    Only the number of programs is looked at, also where shared memory has room for one at a time. With four copies
+    on their way to each of an H200's multiprocessors, 24 of 132 get a larger part of the memory's bandwidth and
+    finish a quarter early, and the launch waits for the others (docs/kernels.md).
     """
     return 2 if programs <= torch.cuda.get_device_properties(device).multi_processor_count else 1
 

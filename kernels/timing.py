@@ -152,7 +152,7 @@ def _quantiles(replay: Callable[[], None], warmup_ms: int, repeat_ms: int) -> Ti
     """Times of as many replays as last so long, each behind a reading of other memory.
 
     A layer's attention finds the cache full of weights that were read. `triton.testing.do_bench` writes its buffer
-    instead, and a launch pays for taking that back to memory: 8 us on an H200 (docs/kernels.md).
+    instead, and a launch pays for taking that back to memory: 8 to 10 us on an H200 (docs/kernels.md).
     """
     other = torch.empty(OTHER_BYTES // 4, dtype=torch.float32, device="cuda")
     most = torch.empty((), dtype=torch.float32, device="cuda")
