@@ -22,7 +22,8 @@ class Capacity:
 
     `change` is None unless every search of both found a limit; `ci95` is a t interval of the logarithm of the
     ratio over seeds, None with one seed: how finely one search resolves says nothing about another draw of the
-    load. `exhausted`: some trace held too little work.
+    load. `exhausted`: some trace held too little work. `resolution`: of the coarsest search, by which share the
+    lowest load that failed is above the highest that was served; NaN where a search has no such pair.
     """
 
     baseline: float | None
@@ -31,6 +32,7 @@ class Capacity:
     ci95: tuple[float, float] | None
     exhausted: bool
     searches: int
+    resolution: float
 
 
 def capacity(before: Sequence[Found], after: Sequence[Found]) -> Capacity:
@@ -49,6 +51,7 @@ def capacity(before: Sequence[Found], after: Sequence[Found]) -> Capacity:
         ci95=ci95,
         exhausted=any(found.exhausted for found in (*before, *after)),
         searches=len(before) + len(after),
+        resolution=max(found.resolution for found in (*before, *after)) if limits else float("nan"),
     )
 
 

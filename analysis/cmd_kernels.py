@@ -57,9 +57,10 @@ def fuzz(
         )
     else:
         print(
-            f"{cases} cases, {len(broken)} mismatches, {len(compiled)} compiled variants (seed {seed}, measured)\n"
-            f"cases: {', '.join(f'{name} {count}' for name, count in by_check.items())}\n"
-            f"variants: {', '.join(f'{name} {count}' for name, count in by_kernel.items())}"
+            f"{cases:,} cases, {len(broken):,} mismatches, {len(compiled):,} compiled variants "
+            f"(seed {seed}, measured)\n"
+            f"cases: {', '.join(f'{name} {count:,}' for name, count in by_check.items())}\n"
+            f"variants: {', '.join(f'{name} {count:,}' for name, count in by_kernel.items())}"
         )
     if broken:
         raise typer.Exit(EXIT_BITS_DIFFER)
@@ -91,7 +92,7 @@ def _check(cases: int, seed: int, jobs: int) -> tuple[list[dict[str, Any]], dict
             broken.append({"case": str(result.case), "faults": result.faults})
             note(f"{result.case}: {'; '.join(result.faults)}")
         if done % 200 == 0:
-            note(f"{done} of {cases} cases, {len(broken)} broken")
+            note(f"{done:,} of {cases:,} cases, {len(broken):,} broken")
     return broken, by_check, [kernel.split()[0] for kernel in compiled]
 
 
@@ -104,7 +105,12 @@ def bench(
         str, typer.Option(help=f"Formats to attend, comma-separated: {', '.join(FORMATS)}.")
     ] = ",".join(FORMATS),
     grid: Annotated[
-        Path | None, typer.Option(help="CSV with columns batch,context_tokens; else the built-in grid.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="CSV with columns batch,context_tokens; else the built-in grid.",
+        ),
     ] = None,
     fa3: Annotated[
         Path | None,
@@ -118,7 +124,9 @@ def bench(
         float, typer.Option(min=0, help="Start no point after so long, and count what is left; 0: no limit.")
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the cases that are checked first.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for costs_<device>.csv.")] = Path("."),
+    out: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Folder for costs_<device>.csv.")
+    ] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check the kernels, then time them beside torch's on this GPU and write the simulator's cost table."""
@@ -148,7 +156,7 @@ def bench(
             try:
                 for row in timed:
                     rows.append(as_columns(row, machine, commit, date))
-                    note(f"{name}: {row.format} {row.kernel}: {row.median_us:.1f} us")
+                    note(f"{name}: {row.format} {row.kernel}: {row.median_us:,.1f} us")
             except RuntimeError as error:  # what torch or the GPU refuses costs its own rows, not the table
                 not_run.append(f"{name} ({error})")
                 note(f"kvfold: {name}: {error}")
@@ -164,7 +172,7 @@ def bench(
         emit_json({"rows": rows, "not_run": not_run, "path": str(path), "origin": "measured"})
     else:
         print(
-            f"{len(rows)} rows (measured) in {path}; {len(not_run)} not run: {', '.join(not_run) or 'none'}"
+            f"{len(rows):,} rows (measured) in {path}; {len(not_run)} not run: {', '.join(not_run) or 'none'}"
         )
 
 
@@ -254,22 +262,25 @@ def _read_grid(path: Path) -> tuple[tuple[int, int], ...]:
 
     from kvfold.sim.errors import ConfigError
 
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: the grid must be a CSV in UTF-8") from None
     points = []
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        for row in reader:
-            try:
-                batch, context = int(row["batch"]), int(row["context_tokens"])
-            except (KeyError, TypeError, ValueError):
-                raise ConfigError(
-                    f"{path}:{reader.line_num}: needs whole numbers batch and context_tokens, got {row}"
-                ) from None
-            if batch < 1 or context < 256 or context % 256:
-                raise ConfigError(
-                    f"{path}:{reader.line_num}: batch must be at least 1 and context_tokens a multiple of 256, "
-                    f"got {batch} and {context}"
-                )
-            points.append((batch, context))
+    reader = csv.DictReader(lines)
+    for row in reader:
+        try:
+            batch, context = int(row["batch"]), int(row["context_tokens"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(
+                f"{path}:{reader.line_num}: needs whole numbers batch and context_tokens, got {row}"
+            ) from None
+        if batch < 1 or context < 256 or context % 256:
+            raise ConfigError(
+                f"{path}:{reader.line_num}: batch must be at least 1 and context_tokens a multiple of 256, "
+                f"got {batch:,} and {context:,}"
+            )
+        points.append((batch, context))
     if not points:
         raise ConfigError(f"{path}: the grid has no points")
     return tuple(points)

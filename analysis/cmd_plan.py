@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,8 +34,9 @@ def plan(
         int, typer.Option(min=1, help="Searches for the highest load, each with other sessions meeting.")
     ] = 1,
     seed: options.Seed = 0,
+    costs: options.Costs = None,
     strict_costs: options.StrictCosts = False,
-    report: Annotated[Path | None, typer.Option("--report", help="HTML file to write.")] = None,
+    report: options.Report = None,
     as_json: options.Json = False,
 ) -> None:
     """Capacity plan: a KV format at equal users and at equal memory.
@@ -65,6 +65,7 @@ def plan(
         kv_budget_bytes=kv_budget,
         num_gpu_blocks=num_gpu_blocks,
         max_num_seqs=max_num_seqs,
+        costs=costs,
         strict_costs=strict_costs,
     )
     names = list(dict.fromkeys([baseline, *(name.strip() for name in formats.split(","))]))
@@ -101,6 +102,7 @@ def plan(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_context_tokens": deployment.max_context_tokens,
         "retention": retention,
+        "cost_source": deployment.cost_source,
         "trace": trace,
         "version": _version(),
         "command": _command(),

@@ -58,8 +58,11 @@ def replay(
     trace_format: LogFormat = None,
     keep_ticks: options.KeepTicks = False,
     seed: options.Seed = 0,
+    costs: options.Costs = None,
     strict_costs: options.StrictCosts = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for records as CSV.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, help="Folder for records as CSV.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Replay a trace through one engine and print its metrics.
@@ -70,7 +73,7 @@ def replay(
     """
     from kvfold.analysis.deployment import deploy, format_sizes
     from kvfold.analysis.metrics import metrics, per_replica
-    from kvfold.analysis.out import emit_json, plain
+    from kvfold.analysis.out import emit_json, made, plain
     from kvfold.analysis.scarce import scarcity
     from kvfold.analysis.slo import describe, parse_slo
     from kvfold.sim.retention import parse_retention
@@ -89,8 +92,11 @@ def replay(
         kv_budget_bytes=kv_budget,
         num_gpu_blocks=num_gpu_blocks,
         max_num_seqs=max_num_seqs,
+        costs=costs,
         strict_costs=strict_costs,
     )
+    if out is not None:
+        made(out)  # cannot be: say so before a long trace is read
     objective, sizes = parse_slo(slo), format_sizes(format_name)
     source = read(trace, trace_format)
     changes = []
@@ -149,6 +155,7 @@ def replay(
         "router": router,
         "slo": describe(objective),
         "seed": seed,
+        "cost_source": deployment.cost_source,
         "trace_sha256": source.meta.sha256,
         "trace_drops": source.meta.drops,
     }
@@ -156,7 +163,8 @@ def replay(
     found["scarce"] = plain(scarcity(result, max_num_seqs, replicas, found["makespan_s"] or 0.0))
     found["replicas"] = per_replica(result)
     found["notes"] = [*changes, *source.meta.warnings, *result.notes]
-    found["cost_origin"] = "modelled"
+    found["attention_origin_s"] = result.attention_origin_s
+    found["modelled_terms"] = deployment.modelled_terms(sizes)
     if out is not None:
         _write_records(result, out)
     if as_json:
@@ -176,7 +184,8 @@ def _print(found: dict[str, Any]) -> None:
     mode = "recorded arrivals" if config["open_loop"] else "sessions in closed loop"
     if config["live_sessions"] is not None:
         mode = f"{config['live_sessions']:,} live sessions"
-    say(f"{mode}, rate x {config['rate_scale']:g}; costs {found['cost_origin']}; SLO {config['slo']}")
+    say(f"{mode}, rate x {config['rate_scale']:g}; SLO {config['slo']}")
+    say(_costs(found))
     say(", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items()))
     for fate, reasons in (
         ("dropped on reading", config["trace_drops"]),
@@ -235,6 +244,24 @@ def _print(found: dict[str, Any]) -> None:
         say(f"note: {note}")
 
 
+def _costs(found: dict[str, Any]) -> str:
+    """How much of the decoding time rests on measured attention, and what is modelled all the same."""
+    from kvfold.analysis.origins import ORIGINS
+    from kvfold.analysis.words import quantity
+
+    source, by_origin = found["config"]["cost_source"], found["attention_origin_s"]
+    if not source:
+        return "costs: every step time is modelled; there is no cost table for this GPU"
+    total_s = sum(by_origin.values())
+    shares = [
+        f"{quantity(by_origin[origin] / total_s, 'share')} {origin}"
+        for origin in ORIGINS
+        if origin in by_origin
+    ]
+    decoding = f"decoding time by its attention: {', '.join(shares)}; " if shares else ""
+    return f"costs: {decoding}always modelled: {', '.join(found['modelled_terms'])}; measured: {source}"
+
+
 def _write_records(run: Run, folder: Path) -> None:
     """`calls.csv`, one row per offered call; written whole or not at all."""
     import csv
@@ -242,7 +269,6 @@ def _write_records(run: Run, folder: Path) -> None:
 
     from kvfold.analysis.out import written_whole
 
-    folder.mkdir(parents=True, exist_ok=True)
     columns = {column.name: getattr(run.calls, column.name).tolist() for column in fields(run.calls)}
     with written_whole(folder / "calls.csv") as file:
         writer = csv.writer(file, lineterminator="\n")

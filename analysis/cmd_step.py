@@ -14,7 +14,7 @@ def step(
     gpu: options.Gpu,
     format_name: options.Format = "gaac",
     baseline: Annotated[str, typer.Option("--baseline", help="KV format to compare with.")] = "bf16",
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences that decode together.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences that decode together, from 1 up.")] = 1,
     context: options.Context = None,
     weights: options.Weights = "bf16",
     tp: options.Tp = 1,
@@ -22,6 +22,7 @@ def step(
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     num_gpu_blocks: options.NumGpuBlocks = None,
     max_context: options.MaxContext = None,
+    costs: options.Costs = None,
     strict_costs: options.StrictCosts = False,
     as_json: options.Json = False,
 ) -> None:
@@ -33,9 +34,11 @@ def step(
     """
     from kvfold.analysis.deployment import deploy, format_sizes
     from kvfold.analysis.out import emit_json
-    from kvfold.analysis.steptable import break_even, compare, fixed_budget
+    from kvfold.analysis.steptable import break_even, compare, fixed_budget, linear_kernels
     from kvfold.sim.errors import ConfigError
 
+    if batch < 1:
+        raise ConfigError(f"--batch must be at least 1, got {batch}")
     deployment = deploy(
         model,
         gpu,
@@ -45,6 +48,7 @@ def step(
         gpu_memory_utilization=gpu_memory_utilization,
         kv_budget_bytes=kv_budget,
         num_gpu_blocks=num_gpu_blocks,
+        costs=costs,
         strict_costs=strict_costs,
     )
     tokens = context or deployment.model.native_context_tokens
@@ -57,6 +61,9 @@ def step(
     cost, base_cost = deployment.cost(sizes), deployment.cost(base)
     found = compare(cost, base_cost, batch, tokens)
     found |= {"model": deployment.model.name, "gpu": deployment.gpu.name, "weights": weights, "tp": tp}
+    found["cost_source"] = deployment.cost_source
+    if any(row["name"] == "linear layers" and row["origin"] != "modelled" for row in found["rows"]):
+        found["linear_kernels"] = linear_kernels(deployment)
     found["break_even"] = break_even(cost, base_cost, deployment.max_context_tokens)
     found["decode_int_ops_per_element"] = sizes.decode_int_ops_per_element
     found["gpu_int_ops_per_bf16_element"] = deployment.gpu.int_ops_per_bf16_element
@@ -99,7 +106,15 @@ def _print(found: dict[str, Any]) -> None:
             )
         ],
     )
+    if found["cost_source"]:
+        say(f"measured: {found['cost_source']}")
     say("light: time at full datasheet bandwidth or FLOP/s, as a share of ours")
+    if found.get("linear_kernels") and found["weights"] != "bf16":  # BF16 is the library's, in engines too
+        say(
+            f"linear layers: times in {found['weights']} are those of the fastest of these kernels at each "
+            f"point: {'; '.join(found['linear_kernels'])} (kvfold: this project's Triton kernels); an engine's "
+            "own, such as vLLM's Marlin, is another kernel and takes another time"
+        )
     say(
         f"Amdahl: attention is {100 * found['attention_share']:.1f} % of the step and runs "
         f"{found['attention_speedup']:.3f}x as fast, so the step "
@@ -109,7 +124,7 @@ def _print(found: dict[str, Any]) -> None:
     if found["decode_int_ops_per_element"] and budget_ops:
         say(
             f"decode work: {name} takes about {found['decode_int_ops_per_element']:g} integer operations an "
-            f"element;\n  this GPU has {budget_ops:.0f} in the time of reading one BF16 element (estimates)"
+            f"element; this GPU has {budget_ops:.0f} in the time of reading one BF16 element (estimates)"
         )
     _print_break_even(found)
     if "fixed_budget" in found:
@@ -118,28 +133,34 @@ def _print(found: dict[str, Any]) -> None:
 
 def _print_break_even(found: dict[str, Any]) -> None:
     from kvfold.analysis.out import say
-    from kvfold.analysis.steptable import break_even_text
+    from kvfold.analysis.steptable import break_even_text, merged_origins, origins_text
 
     if found["format"] != found["baseline"]:
-        say(f"break-even: a step with {found['format']} is shorter {break_even_text(found['break_even'])}")
+        lines = found["break_even"]
+        say(
+            f"break-even: a step with {found['format']} is shorter {break_even_text(lines)} "
+            f"({origins_text(merged_origins(lines))})"
+        )
 
 
 def _print_fixed_budget(found: dict[str, Any]) -> None:
     from kvfold.analysis.out import human_bytes, print_table, say
+    from kvfold.analysis.steptable import origins_text
 
     rows = found["fixed_budget"]
+    origin = origins_text({row["format"]: [row["origin"]] for row in rows if row["sequences"]})
     budget = human_bytes(rows[0]["kv_budget_bytes"])
     print_table(
         f"Fixed KV budget: {budget}, contexts of {found['context_tokens']:,} tokens",
         ("format", "seqs", "tokens left", "tok/s", "each", "published tok/s", "ours"),
         [_fixed_row(row) for row in rows],
-        caption="tokens left: output by which each sequence can still grow; tok/s modelled",
+        caption=f"tokens left: output by which each sequence can still grow; tok/s {origin}",
     )
     before, after = rows[0], rows[-1]
     if before["sequences"] and after["sequences"] and len(rows) > 1:
         gain = after["output_tok_s"] / before["output_tok_s"] - 1
         bytes_gain = after["bytes_only_output_tok_s"] / before["bytes_only_output_tok_s"] - 1
-        say(f"gain: {100 * gain:+.0f} % modelled; {100 * bytes_gain:+.0f} % from bytes and bandwidth alone")
+        say(f"gain: {100 * gain:+.0f} % {origin}; {100 * bytes_gain:+.0f} % from bytes and bandwidth alone")
         if before["published"] and after["published"]:
             published = after["published"]["tok_s"] / before["published"]["tok_s"] - 1
             say(f"      {100 * published:+.0f} % published ({after['published']['source']})")

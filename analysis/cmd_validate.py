@@ -39,8 +39,9 @@ def validate(
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
+    costs: options.Costs = None,
     strict_costs: options.StrictCosts = False,
-    report: Annotated[Path | None, typer.Option("--report", help="HTML file to write.")] = None,
+    report: options.Report = None,
     as_json: options.Json = False,
 ) -> None:
     """How far our figures are from measured, published and exact ones.
@@ -56,6 +57,8 @@ def validate(
     file = vllm_result or fit
     if vllm_result is not None and fit is not None:
         raise ConfigError("give one of --vllm-result and --fit")
+    if file is None and costs is not None:
+        raise ConfigError("--costs goes with --vllm-result or --fit: the other checks name their own tables")
     if file is None:
         names = [name.strip() for name in only.split(",")] if only else []
         found = run_all(data, names, note, strict_costs)
@@ -67,7 +70,6 @@ def validate(
         from kvfold.analysis.validate_user import fit as fit_terms
         from kvfold.sim.scheduler import Limits
 
-        truth = load_truth(file)
         deployment = deploy(
             model,
             gpu,
@@ -76,9 +78,10 @@ def validate(
             gpu_memory_utilization=gpu_memory_utilization,
             num_gpu_blocks=num_gpu_blocks,
             max_num_seqs=max_num_seqs,
+            costs=costs,
             strict_costs=strict_costs,
         )
-        limits = Limits(max_num_seqs, max_num_batched_tokens)
+        truth, limits = load_truth(file), Limits(max_num_seqs, max_num_batched_tokens)
         if vllm_result is not None:
             found = result(against(truth, deployment, limits, file.name), [])
         else:
@@ -113,7 +116,7 @@ def _brief(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _print(found: dict[str, Any]) -> None:
     from kvfold.analysis.out import print_table, say
-    from kvfold.analysis.validate_words import row_of
+    from kvfold.analysis.validate_words import by_source, notes_of, row_of
 
     runs = [run["name"] for run in found["runs"]]
     for family in dict.fromkeys(check["family"] for check in found["checks"]):
@@ -127,21 +130,20 @@ def _print(found: dict[str, Any]) -> None:
             tables.setdefault(title, []).append((name if run is None else name[len(run) + 1 :], *others))
         for title, rows in tables.items():
             print_table(title, ("check", "reference", "ours", "error", "gate", "origin"), rows)
-        notes = dict.fromkeys((check["source"], check["note"]) for check in checks if check["note"])
-        for source in dict.fromkeys(check["source"] for check in checks):
-            said = "; ".join(dict.fromkeys(note for at, note in notes if at == source))
+        for source, of_source in by_source(checks).items():
+            notes = notes_of(of_source)
+            said = "; ".join(notes)
             say(f"source: {source}" + (f" ({said})" if len(said) < 300 and said else ""))
             if len(said) >= 300 and family != "engine":  # a run's notes are those of its rows in the report
-                for check in checks:
-                    if check["note"] and check["source"] == source:
-                        say(f"  {check['name']}: {check['note']}")
+                for note, names in notes.items():
+                    say(f"  {'; '.join(names)} \N{EN DASH} {note}")
     for run in found["runs"]:
         say(f"{run['name']}: {'; '.join(run['notes'])}; KV pool {run['kv_pool']}")
     if "fit" in found:
         fit = found["fit"]
         say(
-            f"fitted on {fit['fitted_requests']:,} requests: {1e6 * fit['step_s']:,.0f} us a step, "
-            f"{1e6 * fit['token_s']:.3f} us a token, {1e6 * fit['sequence_s']:.2f} us a sequence; "
+            f"fitted on {fit['fitted_requests']:,} requests: {1e6 * fit['step_s']:,.0f} µs a step, "
+            f"{1e6 * fit['token_s']:.3f} µs a token, {1e6 * fit['sequence_s']:.2f} µs a sequence; "
             f"tested on the other {fit['tested_requests']:,}"
         )
     for reason in found["skipped"]:

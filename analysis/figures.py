@@ -123,9 +123,8 @@ def load_curve(plan: Plan, config: Plan) -> Figures:
             ),
         )
     ]
-    if unit == "requests/s":
-        goodput = _over_load(points, config, unit, unit, lambda point: point["load"] * point["attainment"])
-        charts.append(("Goodput", lines("Goodput over load", goodput, x, Axis(f"goodput, {unit}"))))
+    goodput = _over_load(points, config, unit, "requests/s", lambda point: point.get("goodput_rps"))
+    charts.append(("Goodput", lines("Goodput over load", goodput, x, Axis("goodput, requests/s"))))
     tails = _over_load(points, config, unit, "s", lambda point: point.get("ttft_p99_s"))
     limit_s = _slo(config).ttft_s
     chart = lines(

@@ -238,6 +238,11 @@ def timeline(stretches: Stretches, bins: int = 300) -> dict[str, list[float]]:
     return result
 
 
+def goodput_rps(run: Run, slo: Slo) -> float | None:
+    """Good requests over the makespan, None where nothing completed."""
+    return _rate(int(good(slo, run.calls).sum()), makespan_s(run.calls))
+
+
 def metrics(run: Run, slo: Slo) -> dict[str, Any]:
     """The keys of ``kvfold replay --json``; strict JSON values, null where a number is not defined.
 
@@ -268,7 +273,7 @@ def metrics(run: Run, slo: Slo) -> dict[str, Any]:
             "output_tok_s": _rate(output, span_s),
             "total_tok_s": _rate(output + int(calls.input_tokens[done].sum()), span_s),
             "makespan_s": span_s,
-            "goodput_rps": _rate(passed, span_s),
+            "goodput_rps": goodput_rps(run, slo),
             "slo_attainment": passed / offered if offered else None,
             "preemptions": int(calls.preemptions.sum()),
             "kv": run.kv,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -56,6 +57,13 @@ def _option(parse: Callable[[str], int]) -> Callable[[str], int]:
     return parsed
 
 
+def _in_a_folder(file: Path | None) -> Path | None:
+    """A file that is written last: that its folder is missing must be said before hours of work."""
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(f"the folder {file.parent} must exist")
+    return file
+
+
 Model = Annotated[
     str, typer.Option("--model", help="Name from `kvfold list models`, or a path to a config.json.")
 ]
@@ -98,8 +106,25 @@ NumGpuBlocks = Annotated[
 GpuMemoryUtilization = Annotated[
     float, typer.Option("--gpu-memory-utilization", help="Share of device memory that the engine may use.")
 ]
+Costs = Annotated[
+    Path | None,
+    typer.Option(
+        "--costs",
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        help="Cost table as kvfold kernels bench writes it, in place of the packaged one.",
+    ),
+]
 StrictCosts = Annotated[
-    bool, typer.Option("--strict-costs", help="Refuse step costs that are not measured or interpolated.")
+    bool,
+    typer.Option(
+        "--strict-costs", help="Refuse attention and linear layers that are not measured or interpolated."
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", dir_okay=False, callback=_in_a_folder, help="HTML file to write."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Concurrency = Annotated[

@@ -42,10 +42,12 @@ def note(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """One paragraph on stdout, wrapped at 80 columns so that no word is cut."""
+    """One paragraph on stdout, wrapped at 80 columns so that no word is cut and no number loses its `%`."""
     from textwrap import fill
 
-    print(fill(text, width=80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    kept = text.replace(" %", "\N{NO-BREAK SPACE}%")
+    lines = fill(kept, width=80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(lines.replace("\N{NO-BREAK SPACE}%", " %"))
 
 
 # On a narrow terminal names and sentences fold, values do not.
@@ -100,12 +102,32 @@ def human_bytes(count: float) -> str:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[IO[str]]:
-    """A text file that appears under its name only when everything is written; on an error nothing is left."""
+    """A text file that appears under its name only when everything is written; on an error nothing is left.
+
+    Raises ConfigError where its folder does not let it be written.
+    """
+    from kvfold.sim.errors import ConfigError
+
     partial = path.with_name(path.name + ".part")
     try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
+        file = partial.open("w", encoding="utf-8", newline="")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+    try:
+        with file:
             yield file
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def made(folder: Path) -> Path:
+    """The folder, made with its parents where it is missing; raises ConfigError where it cannot be."""
+    from kvfold.sim.errors import ConfigError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: no folder can be made there ({error.strerror})") from None
+    return folder

@@ -13,12 +13,13 @@ import numpy as np
 from kvfold.analysis import bootstrap
 from kvfold.analysis.capacity import capacity
 from kvfold.analysis.latency import call_latency
-from kvfold.analysis.metrics import cdf, itl, sessions, timeline
+from kvfold.analysis.metrics import cdf, goodput_rps, itl, makespan_s, sessions, timeline
 from kvfold.analysis.rows import compare_runs, row
 from kvfold.analysis.search import Outcome
 from kvfold.analysis.slo import describe
 from kvfold.analysis.steptable import break_even, compare, heatmap
-from kvfold.analysis.study import Answers, Question, replays, span_s
+from kvfold.analysis.study import Answers, Question, replays, sessions_of, span_s
+from kvfold.analysis.trust import assumed, energy_note, not_validated
 from kvfold.analysis.verdict import verdict
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.memory import max_sequences
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
     from kvfold.codec.sizes import FormatSizes
     from kvfold.sim.run import Run
+
+
+#: At its highest load a trace is a burst when its replay lasts this many times as long as its arrivals.
+BURST = 1.5
+#: A closed loop that serves this many times the highest load is worth a word.
+LOOP = 2.0
 
 
 def make_plan(
@@ -53,6 +60,7 @@ def make_plan(
             "kv_budget_bytes": budget.kv_budget_bytes,
             "kv_budget_origin": budget.kv_budget_origin,
             "load_unit": question.load_unit,
+            "note": "; ".join(filter(None, (_burst_note(question, answers), _loop_note(question, answers)))),
             "rows": _budget_rows(question, answers),
         },
         "recorded_load": _recorded(question, answers, others),
@@ -79,10 +87,11 @@ def make_plan(
             }
             for name, outcome in answers.equal.items()
         },
+        "energy_note": energy_note(question),
         "rejected": _rejected(question, answers),
         "ci_method": f"{bootstrap.METHOD}; {_capacity_method(question, answers)}",
-        "notes": [*answers.equal[base].run.notes, *_origin_notes(answers)],
-        "limits": _limits(question),
+        "notes": [*answers.equal[base].run.notes, *assumed(question)],
+        "limits": not_validated(question, answers),
     }
     plan["verdict"] = verdict(question, answers, plan)
     return plan
@@ -130,9 +139,9 @@ def _budget_rows(question: Question, answers: Answers) -> list[dict[str, Any]]:
             | {"change": found.change}
         )
         fit = [max_sequences(deployment.budget(each), context) for each in (base, sizes)]
-        lines.append(
-            row(f"sequences of {context:,} tokens that fit", sizes.name, "", *fit, n=1, origin="modelled")
-        )
+        cap = question.limits.max_num_seqs
+        run = f" ({cap:,} run at once)" if max(fit) > cap else ""
+        lines.append(row(f"sequences of {context:,} tokens that fit{run}", sizes.name, "", *fit, n=1))
         first, second = before[0].best, after[0].best
         if first and second:
             lines.extend(compare_runs(sizes.name, first.run, second.run, question.slo, question.seed))
@@ -154,7 +163,11 @@ def _recorded(question: Question, answers: Answers, others: list[str]) -> dict[s
 
 
 def _capacity_method(question: Question, answers: Answers) -> str:
-    how = "none from one search, which resolves 3 %: --seeds draws more"
+    found = [each for searches in answers.highest.values() for each in searches if each.is_limit]
+    resolved = ""
+    if found:
+        resolved = f", which resolves {100 * max(each.resolution for each in found):.0f} %"
+    how = f"none from one search{resolved}: --seeds draws more"
     if question.seeds > 1:
         how = f"a 95 % t interval over {question.seeds} rotations of the sessions against their starts"
     return (
@@ -163,18 +176,43 @@ def _capacity_method(question: Question, answers: Answers) -> str:
     )
 
 
-def _origin_notes(answers: Answers) -> list[str]:
-    """How much of the time with decoding rests on attention costs outside the measured grid."""
-    notes = []
-    for name, outcome in answers.equal.items():
-        by_origin = outcome.run.attention_origin_s
-        outside, total = by_origin.get("extrapolated", 0.0), sum(by_origin.values())
-        if outside:
-            share = f"{100 * outside / total:.0f} %"
-            notes.append(
-                f"{name}: {share} of its decoding time has batches or contexts outside the measured grid"
+def _burst_note(question: Question, answers: Answers) -> str:
+    """Where the requests of a short trace, at the highest load, arrive long before the last one ends."""
+    if not question.has_clock:
+        return ""
+    parts = []
+    for name, found in answers.highest.items():
+        if found[0].best is None or found[0].exhausted:
+            continue
+        calls = found[0].best.run.calls
+        arriving_s, whole_s = float(np.ptp(calls.arrival_s[~np.isnan(calls.arrival_s)])), makespan_s(calls)
+        if whole_s > BURST * arriving_s:
+            load = found[0].best.load * question.unit_load
+            parts.append(
+                f"{name} at {load:.3g} {question.load_unit}: all arrive within {arriving_s:.3g} s, the last ends "
+                f"after {whole_s:.3g} s"
             )
-    return notes
+    if not parts:
+        return ""
+    return (
+        f"a burst that drains afterwards, no load that could go on ({'; '.join(parts)}); a longer trace tells"
+    )
+
+
+def _loop_note(question: Question, answers: Answers) -> str:
+    """Where a closed loop serves far more than the highest load: most of what is missed is missed in bursts."""
+    base = question.baseline.name
+    best = answers.highest[base][0].best
+    if not question.has_clock or best is None:
+        return ""
+    highest = best.load * question.unit_load
+    in_loop = len(sessions_of(question.trace)) / makespan_s(answers.equal[base].run.calls)
+    if not in_loop > LOOP * highest:
+        return ""
+    return (
+        f"{base} serves {answers.concurrency:,} live in a closed loop at {in_loop:.3g} {question.load_unit}, but "
+        f"only {highest:.3g} by the clock of the trace: there requests meet by chance, and few may miss the SLO"
+    )
 
 
 def _memory(question: Question) -> dict[str, Any]:
@@ -242,8 +280,8 @@ def _highest_run(answers: Answers, name: str) -> Run:
 
 def _load_curve(question: Question, answers: Answers) -> list[dict[str, Any]]:
     lines = []
-    for name, found in answers.highest.items():
-        for outcome in sorted(found[0].tried, key=lambda outcome: outcome.load):
+    for name, outcomes in answers.by_load.items():
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.load):
             ttft_s = call_latency(outcome.run.calls).ttft_s
             known = ttft_s[~np.isnan(ttft_s)]
             lines.append(
@@ -251,6 +289,7 @@ def _load_curve(question: Question, answers: Answers) -> list[dict[str, Any]]:
                     "format": name,
                     "load": outcome.load * question.unit_load,
                     "attainment": outcome.attainment,
+                    "goodput_rps": goodput_rps(outcome.run, question.slo),
                     "ttft_p99_s": float(np.quantile(known, 0.99)) if len(known) >= 100 else None,
                 }
             )
@@ -276,30 +315,3 @@ def _rejected(question: Question, answers: Answers) -> dict[str, Any]:
 def _per_token(of: Run) -> float | None:
     tokens = int(of.calls.output_tokens.sum())
     return of.energy_j / tokens if tokens and np.isfinite(of.energy_j) else None
-
-
-def _limits(question: Question) -> list[str]:
-    gpu, costs = question.deployment.gpu, question.deployment.costs
-    modelled = (
-        f"modelled from datasheet figures at {gpu.bandwidth_efficiency:g} of the bandwidth and "
-        f"{gpu.compute_efficiency:g} of the FLOP/s"
-    )
-    planned = dict.fromkeys(sizes.name for sizes in (question.baseline, *question.formats))
-    measured = ", ".join(name for name in planned if costs and name in costs.attend) or "no format"
-    limits = [
-        f"no cost table was measured for {gpu.name}: every step time is {modelled}"
-        if costs is None
-        else f"attention of {measured} and linear layers in {', '.join(costs.linear)} come from {costs.source}; "
-        f"every other term is {modelled}",
-        "blocks take their slot, or in formats with lists sizes drawn from the measured ones, by --seed",
-        "KV of generated tokens is shared with a later call only as far as the trace's own hashes say so",
-        "differences below a few percent are finer than the cost model; compare signs and orders",
-    ]
-    limits += [
-        f"{sizes.name} is lossy: it changes values, and what that does to answers is not in this plan"
-        for sizes in question.formats
-        if not sizes.lossless
-    ]
-    if question.trace.meta.hash_scope == "none":
-        limits.append("the trace has no prefix hashes, so no call shares a prefix with another")
-    return limits

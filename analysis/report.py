@@ -5,6 +5,7 @@ Numbers become text here, the template only arranges them; every text of the pla
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from kvfold.analysis.out import plain
 from kvfold.analysis.words import UNDEFINED, clean, digits, effect, interval, pair, percent, quantity, text
 
 _DATA = Path(__file__).resolve().parent / "data"
+#: Units by the ends of names, the first that fits.
+_UNITS = {"_per_s": "1/s", "_share": "share", "_s": "s"}
 #: Longer lists end in "… and so many more".
 _MOST_ITEMS = 40
 
@@ -57,6 +60,7 @@ def render(plan: Mapping[str, Any]) -> str:
         session_rows=_session_rows(plan.get("sessions") or {}),
         session_bars=figures.session_bars(plan.get("sessions")),
         energy=plan.get("energy"),
+        energy_note=plan.get("energy_note"),
         legend=figures.legend(config),
         session_parts=figures.SESSION_PARTS,
         origins=origins.counted(plan),
@@ -98,7 +102,9 @@ def _trace(trace: Mapping[str, Any] | None) -> dict[str, Any] | None:
     columns = list(dict.fromkeys(key for spread in spreads.values() for key in spread))
     facts = [_named(name, trace[name]) for name in trace if name not in spreads and name != "warnings"]
     table = {
-        name.removesuffix("_s").replace("_", " "): [_named(name, spread.get(key))[1] for key in columns]
+        name.removesuffix("_s").replace("_", " "): [
+            text(spread.get(key)) if key == "n" else _named(name, spread.get(key))[1] for key in columns
+        ]
         for name, spread in spreads.items()
     }
     return {
@@ -111,17 +117,15 @@ def _trace(trace: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _named(name: str, value: Any) -> tuple[str, str]:
-    """A value with the unit that its name ends in: ``span_s`` 3600.0 is (``span``, ``3,600 s``)."""
+    """A value with the unit that its name ends in: ``span_s`` 3600.0 is (``span``, ``3,600 s``).
+
+    After a number ``_s`` belongs to it: ``dispersion_60_s`` is a ratio over windows of 60 s.
+    """
+    if window := re.fullmatch(r"(.+)_(\d+)_s", name):
+        return f"{window[1].replace('_', ' ')} over {window[2]} s", text(value)
     written = text(value)
     if isinstance(value, int | float):
-        unit = next(
-            (
-                unit
-                for end, unit in (("_per_s", "1/s"), ("_share", "share"), ("_s", "s"))
-                if name.endswith(end)
-            ),
-            "",
-        )
+        unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
         written = quantity(value, unit)
     return name.removesuffix("_per_s").removesuffix("_s").replace("_", " "), written
 
@@ -180,8 +184,10 @@ def _break_even(lines: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | N
     batches = sorted({line["batch"] for line in lines})
     table: dict[str, dict[int, str]] = {}
     for line in lines:
-        tokens = line["context_tokens"]
-        table.setdefault(line["format"], {})[line["batch"]] = "never" if tokens is None else digits(tokens)
+        stretches = ", ".join(f"{digits(first)} to {digits(last)}" for first, last in line["stretches"])
+        table.setdefault(line["format"], {})[line["batch"]] = stretches or (
+            "never" if line["tried_tokens"] else UNDEFINED
+        )
     rows = {name: [cells.get(batch, UNDEFINED) for batch in batches] for name, cells in table.items()}
     return {"batches": batches, "rows": rows, "origins": sorted({line["origin"] for line in lines})}
 

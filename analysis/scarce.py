@@ -51,7 +51,8 @@ def scarcity(run: Run, max_num_seqs: int, replicas: int, makespan_s: float) -> d
     }
     what = _what(shares)
     percents = {name: 100 * value for name, value in shares.items()}
-    return {"what": what, "text": _TEXTS[what].format(**percents), **shares}
+    text = _memory_text(percents) if what == "memory" else _TEXTS[what].format(**percents)
+    return {"what": what, "text": text, **shares}
 
 
 def _what(shares: dict[str, float]) -> str:
@@ -67,8 +68,6 @@ def _what(shares: dict[str, float]) -> str:
 _TEXTS = {
     "nothing": "nothing is scarce: the engine computes {busy_share:.0f} % of the time, and calls wait in "
     "{waiting_share:.1f} % of that",
-    "memory": "memory is scarce: calls wait for a full pool in {full_share:.0f} % of the busy time, and "
-    "{computed_again_share:.1f} % of all prompt tokens were computed again",
     "slots": "slots are scarce: calls wait behind a full batch in {capped_share:.0f} % of the busy time (raise "
     "--max-num-seqs)",
     "compute": "compute is scarce: calls wait in {waiting_share:.0f} % of the busy time, and steps with prompts "
@@ -76,3 +75,14 @@ _TEXTS = {
     "bandwidth": "bandwidth is scarce: calls wait in {waiting_share:.0f} % of the busy time, and steps that only "
     "decode take the most of it",
 }
+
+
+def _memory_text(percents: dict[str, float]) -> str:
+    """Live calls fill the pool, or cached prefixes are evicted from it, or both."""
+    parts = []
+    if percents["full_share"] >= 0.5:
+        parts.append(f"calls wait for a full pool in {percents['full_share']:.0f} % of the busy time")
+    if percents["computed_again_share"] > 100 * COMPUTED_AGAIN:
+        again = f"{percents['computed_again_share']:.1f} % of all prompt tokens were computed again"
+        parts.append(f"{again}, evicted from the cache or preempted")
+    return f"memory is scarce: {' and '.join(parts)}"

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict, dataclass
+import math
+import re
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from kvfold.analysis.deployment import _cost_file
+from kvfold.analysis.origins import ORIGINS
+from kvfold.sim.errors import ConfigError
+from kvfold.sim.step import step_cost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +29,15 @@ ATTENTION = (
     "attention: decode work",
     "attention: windows",
     "raw tails",
+)
+#: Terms that are nothing but bytes read: weights, KV and state.
+READ = (
+    "attention: KV read",
+    "attention: windows",
+    "linear layers",
+    "experts",
+    "LM head",
+    "recurrent state",
 )
 BATCHES = (1, 4, 8, 32, 128, 256)
 CONTEXTS = tuple(1024 * 2**power for power in range(8))  # 1K .. 128K
@@ -87,54 +104,98 @@ def compare(cost: StepCost, baseline: StepCost, batch: int, context_tokens: int)
     }
 
 
-def break_even(cost: StepCost, baseline: StepCost, max_context_tokens: int) -> list[dict[str, Any]]:
-    """The smallest context at each batch from which a step with the format is shorter; None if at none."""
+def heatmap(cost: StepCost, baseline: StepCost, max_context_tokens: int) -> dict[str, Any]:
+    """Step speed-up over batch and context; None where strict costs lack a measurement."""
     contexts = [context for context in CONTEXTS if context <= max_context_tokens] or [max_context_tokens]
+    return {
+        "format": cost.sizes.name,
+        "batches": list(BATCHES),
+        "contexts": contexts,
+        "speedup": [[_speedup(cost, baseline, batch, context) for context in contexts] for batch in BATCHES],
+    }
+
+
+def break_even(cost: StepCost, baseline: StepCost, max_context_tokens: int) -> list[dict[str, Any]]:
+    """At each batch the contexts at which a step with the format is shorter, of those of the heatmap.
+
+    `stretches` are their [first, last]; `context_tokens` is the first of the stretch that reaches the longest
+    context, None where none does. Points that strict costs refuse are counted in `not_measured`,
+    and `tried_tokens` spans the others.
+    """
+    grid = heatmap(cost, baseline, max_context_tokens)
+    contexts = grid["contexts"]
     rows = []
-    for batch in BATCHES:
-        pays = [step_s(cost, batch, context) < step_s(baseline, batch, context) for context in contexts]
-        first = next((i for i in range(len(pays)) if all(pays[i:])), None)
+    for batch, speedups in zip(grid["batches"], grid["speedup"], strict=True):
+        known = {
+            context: gain > 1 for context, gain in zip(contexts, speedups, strict=True) if gain is not None
+        }
+        runs = [list(run) for pays, run in groupby(known, key=known.__getitem__) if pays]
+        last = runs[-1] if runs and runs[-1][-1] == max(known) else None
+        origins = {
+            each.sizes.name: sorted({each.attention(batch, batch * context).origin for context in known})
+            for each in (baseline, cost)
+        }
         rows.append(
             {
                 "format": cost.sizes.name,
                 "batch": batch,
-                "context_tokens": None if first is None else contexts[first],
-                "origin": "modelled",
+                "context_tokens": last[0] if last else None,
+                "stretches": [[run[0], run[-1]] for run in runs],
+                "tried_tokens": [min(known), max(known)] if known else [],
+                "tried": len(contexts),
+                "not_measured": len(contexts) - len(known),
+                "origin": _weakest(origins),
+                "origins": origins,
             }
         )
     return rows
 
 
 def break_even_text(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The break-even of one format in words, batches with the same context together."""
-    batches_of: dict[int | None, list[int]] = {}
+    """The break-even of one format in words, batches with the same contexts together."""
+    batches_of: dict[str, list[int]] = {}
     for line in lines:
-        batches_of.setdefault(line["context_tokens"], []).append(line["batch"])
+        batches_of.setdefault(_where(line), []).append(line["batch"])
     parts = []
-    for context, batches in batches_of.items():
-        where = f"batch {', '.join(f'{batch:,}' for batch in batches)}"
+    for where, batches in batches_of.items():
+        at = f"batch {', '.join(f'{batch:,}' for batch in batches)}"
         if len(batches_of) == 1:
-            where = f"{'no' if context is None else 'every'} batch from {batches[0]:,} to {batches[-1]:,}"
-        elif context is None:
-            where += " never"
+            at = f"{'every' if where else 'no'} batch from {batches[0]:,} to {batches[-1]:,}"
+        elif not where:
+            at += " never"
+        parts.append(f"{where} at {at}".lstrip())
+    missing = sum(line["not_measured"] for line in lines)
+    if missing:
+        parts.append(f"{missing} of {sum(line['tried'] for line in lines)} points tried are not measured")
+    merged = merged_origins(lines)
+    modelled = [name for name, origins in merged.items() if "modelled" in origins]
+    if len(modelled) == 1 and len(merged) == 2:
+        (measured,) = set(merged) - set(modelled)
         parts.append(
-            f"at {where}" if context is None else f"from {context:,} tokens of context on at {where}"
+            f"{measured} is measured, launches included, and {modelled[0]} is modelled without them: do not "
+            "trust a small difference"
         )
     return "; ".join(parts)
 
 
-def heatmap(cost: StepCost, baseline: StepCost, max_context_tokens: int) -> dict[str, Any]:
-    """Step speed-up over batch and context."""
-    contexts = [context for context in CONTEXTS if context <= max_context_tokens] or [max_context_tokens]
-    return {
-        "format": cost.sizes.name,
-        "batches": list(BATCHES),
-        "contexts": contexts,
-        "speedup": [
-            [step_s(baseline, batch, context) / step_s(cost, batch, context) for context in contexts]
-            for batch in BATCHES
-        ],
-    }
+def merged_origins(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """By format, the origins of its attention in all these lines."""
+    merged: dict[str, set[str]] = {}
+    for line in lines:
+        for name, origins in line["origins"].items():
+            merged.setdefault(name, set()).update(origins)
+    return {name: sorted(origins) for name, origins in merged.items()}
+
+
+def origins_text(origins: Mapping[str, Sequence[str]]) -> str:
+    """`modelled`, or where the attention of each format comes from once any of it was measured."""
+    texts = {name: " and ".join(each) for name, each in origins.items() if each}
+    different = set(texts.values())
+    if different <= {"modelled"}:
+        return "modelled"
+    if len(different) == 1:
+        return f"with attention {different.pop()}"
+    return "with attention " + ", ".join(f"of {name} {text}" for name, text in texts.items())
 
 
 def fixed_budget(
@@ -147,11 +208,12 @@ def fixed_budget(
     for sizes in formats:
         budget, cost = deployment.budget(sizes), deployment.cost(sizes)
         sequences = max_sequences(budget, context_tokens)
-        row: dict[str, Any] = {"format": sizes.name, "sequences": sequences, "origin": "modelled"}
+        row: dict[str, Any] = {"format": sizes.name, "sequences": sequences}
         row["kv_budget_bytes"] = budget.kv_budget_bytes
         if sequences:
             duration_s = step_s(cost, sequences, context_tokens)
             row |= {
+                "origin": cost.attention(sequences, sequences * context_tokens).origin,
                 "output_tokens_left": output_tokens_left(budget, context_tokens, sequences),
                 "step_s": duration_s,
                 "output_tok_s": sequences / duration_s,
@@ -164,23 +226,63 @@ def fixed_budget(
     return rows
 
 
+def linear_kernels(deployment: Deployment) -> list[str]:
+    """The kernels that the measured linear layers are times of, without their launch parameters."""
+    with _cost_file(deployment.gpu.name, deployment.costs_file) as path:
+        if path is None:
+            return []
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(line for line in file if not line.startswith("#"))
+            names = {
+                row["kernel"] for row in rows if (row["op"], row["weights"]) == ("linear", deployment.weights)
+            }
+    return sorted({re.sub(r" \w+=\S+", "", name) for name in names})
+
+
 def _terms(cost: StepCost, batch: int, context_tokens: int) -> dict[str, Any]:
     window_tokens = min(context_tokens, cost.model.window_tokens)
     return {term.name: term for term in cost.terms(batch, batch * context_tokens, batch * window_tokens)}
 
 
+def _speedup(cost: StepCost, baseline: StepCost, batch: int, context_tokens: int) -> float | None:
+    try:
+        return step_s(baseline, batch, context_tokens) / step_s(cost, batch, context_tokens)
+    except ConfigError:  # strict costs refuse a point that is not measured, and nobody asked for this one
+        return None
+
+
+def _weakest(origins: Mapping[str, Sequence[str]]) -> str:
+    """The origin that says least about a measurement; without a point, that of the points strict costs take."""
+    found = {origin for each in origins.values() for origin in each}
+    return max(found, key=list(ORIGINS).index, default="interpolated")
+
+
+def _where(line: Mapping[str, Any]) -> str:
+    """The contexts at which a step is shorter; empty where it is at none of those tried."""
+    if not line["tried_tokens"]:
+        return "at contexts unknown"
+    first, last = line["tried_tokens"]
+    parts = []
+    for start, end in line["stretches"]:
+        if end == last:
+            smallest = " (the smallest tried)" if start == first else ""
+            on = f"to {end:,} (the largest measured)" if line["not_measured"] else "on"
+            parts.append(f"from {start:,} tokens of context{smallest} {on}")
+        elif start == first:
+            parts.append(f"up to {end:,} tokens of context")
+        else:
+            parts.append(f"from {start:,} to {end:,} tokens of context")
+    return " and ".join(parts)
+
+
 def _bytes_only_s(cost: StepCost, batch: int, context_tokens: int) -> float:
-    """The step from bytes and bandwidth alone: weights and KV at encoded size, no decode work, no overhead."""
-    terms = _terms(cost, batch, context_tokens)
-    names = (
-        "attention: KV read",
-        "attention: windows",
-        "linear layers",
-        "experts",
-        "LM head",
-        "recurrent state",
-    )
-    return sum(terms[name].s for name in names if name in terms)
+    """The step from bytes and bandwidth alone: weights and KV at encoded size, no decode work, no overhead.
+
+    No measurement enters, so that both sides are bytes wherever there is a cost table, and no arithmetic.
+    """
+    gpu = replace(cost.gpu, bf16_flops_per_s=math.inf)
+    terms = _terms(step_cost(cost.model, gpu, cost.sizes, cost.weights, cost.tp), batch, context_tokens)
+    return sum(terms[name].s for name in READ if name in terms)
 
 
 def _published(

@@ -10,6 +10,8 @@ import numpy as np
 
 from kvfold.analysis.search import (
     ATTAINMENT,
+    FAR,
+    NEAR,
     Found,
     Outcome,
     highest_load,
@@ -17,7 +19,7 @@ from kvfold.analysis.search import (
     largest_power_of_two,
 )
 from kvfold.analysis.steptable import step_s
-from kvfold.sim.memory import max_sequences
+from kvfold.sim.memory import bytes_of_sequence, max_sequences
 from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.sessions import Load
 
@@ -27,10 +29,15 @@ if TYPE_CHECKING:
     from kvfold.analysis.deployment import Deployment
     from kvfold.analysis.slo import Slo
     from kvfold.codec.sizes import FormatSizes
+    from kvfold.sim.memory import MemoryBudget
     from kvfold.sim.retention import Retention
     from kvfold.sim.run import Run
     from kvfold.sim.scheduler import Limits
     from kvfold.traces.table import Trace
+
+
+#: KV memory binds when a pool without a limit serves so many times the load.
+BINDS = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,8 @@ class Answers:
     concurrency_origin: str
     equal: dict[str, Outcome]
     highest: dict[str, tuple[Found, ...]]  # one search per seed; the first replays the sessions as recorded
+    by_load: dict[str, list[Outcome]]  # all replays of the sessions as recorded whose load is in `load_unit`
+    unlimited: Outcome | None  # BINDS times the baseline's highest load, with KV memory without a limit
 
 
 def replays(question: Question, progress: Callable[[str], None]) -> Answers:
@@ -103,7 +112,7 @@ def replays(question: Question, progress: Callable[[str], None]) -> Answers:
     def replay(name: str, load: Load, at: float) -> Outcome:
         if (name, load) not in done:
             outcome = judge(at, run(replace(scenarios[name], load=load)), question.slo)
-            progress(f"{name}: {_load_text(load)}: {100 * outcome.attainment:.1f} % of requests meet the SLO")
+            progress(f"{name}: {_result_text(load, outcome)}")
             done[name, load] = outcome
         return done[name, load]
 
@@ -115,7 +124,7 @@ def replays(question: Question, progress: Callable[[str], None]) -> Answers:
 
     baseline = question.baseline.name
     recorded = {name: scaled(name, 0, 1.0) for name in scenarios} if question.has_clock else {}
-    most = len(_sessions_of(question.trace))
+    most = len(sessions_of(question.trace))
     gate, alone = ATTAINMENT, float("nan")
     find = partial(largest_power_of_two, partial(live, baseline, 0), _first_concurrency(question), most=most)
     found = find(gate=gate)
@@ -131,18 +140,31 @@ def replays(question: Question, progress: Callable[[str], None]) -> Answers:
         concurrency, origin = question.concurrency, "given"
     equal = {name: live(name, 0, concurrency) for name in scenarios}
     load_at, start = (scaled, 1.0) if question.has_clock else (live, float(concurrency))
+    search = partial(highest_load, gate=gate, whole=not question.has_clock)
+    first = search(partial(load_at, baseline, 0), start)
+    # where attainment does not fall steadily, what is found depends on the start: one for all, near the answer
+    start = first.best.load if first.best is not None else first.lowest.load
+    near = partial(search, start=start, stride=NEAR if first.is_limit else FAR)
     rotations = [
         0,
         *np.random.default_rng(question.seed).integers(1, max(2, most), question.seeds - 1).tolist(),
     ]
     highest = {
-        name: tuple(
-            highest_load(partial(load_at, name, rotation), start, gate, whole=not question.has_clock)
-            for rotation in rotations
-        )
-        for name in scenarios
+        name: tuple(near(partial(load_at, name, rotation)) for rotation in rotations) for name in scenarios
     }
-    return Answers(gate, alone, recorded, concurrency, origin, equal, highest)
+    found = highest[baseline][0]
+    unlimited = None
+    if found.best is not None and found.failed is not None:
+        at = max(found.failed.load, BINDS * found.best.load)
+        load = Load(rate_scale=at) if question.has_clock else Load(live_sessions=int(at))
+        roomy = replace(scenarios[baseline], budget=_unlimited(question), load=load)
+        unlimited = judge(at, run(roomy), question.slo)
+        progress(f"{baseline}, KV memory without a limit: {_result_text(load, unlimited)}")
+    by_load: dict[str, list[Outcome]] = {name: [] for name in scenarios}
+    for (name, load), outcome in done.items():
+        if load.rotation == 0 and (load.live_sessions is None) == question.has_clock:
+            by_load[name].append(outcome)
+    return Answers(gate, alone, recorded, concurrency, origin, equal, highest, by_load, unlimited)
 
 
 def span_s(of: Run) -> float:
@@ -166,7 +188,7 @@ def _scenario(question: Question, sizes: FormatSizes) -> Scenario:
     )
 
 
-def _sessions_of(trace: Trace) -> set[int]:
+def sessions_of(trace: Trace) -> set[int]:
     """One number per session; single-shot calls count as one each."""
     ids = trace.session_id.astype(np.int64)
     return set(np.where(ids >= 0, ids, -1 - np.arange(len(ids))).tolist())
@@ -182,6 +204,18 @@ def _first_concurrency(question: Question) -> int:
     while batch * 2 <= most and (limit_s is None or step_s(cost, batch * 2, context) <= limit_s / 2):
         batch *= 2
     return batch
+
+
+def _unlimited(question: Question) -> MemoryBudget:
+    """Room for all calls of the trace at once."""
+    budget = question.deployment.budget(question.baseline)
+    tokens = (question.trace.input_tokens + question.trace.output_tokens).tolist()
+    room_bytes = budget.kv_budget_bytes + sum(bytes_of_sequence(budget, each) for each in tokens)
+    return replace(budget, kv_budget_bytes=room_bytes, num_units=room_bytes // budget.unit_bytes)
+
+
+def _result_text(load: Load, outcome: Outcome) -> str:
+    return f"{_load_text(load)}: {100 * outcome.attainment:.1f} % of requests meet the SLO"
 
 
 def _load_text(load: Load) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.analysis.out import plain
-from kvfold.analysis.steptable import break_even_text
+from kvfold.analysis.steptable import break_even_text, merged_origins, origins_text
 from kvfold.analysis.words import UNDEFINED, clean, digits, effect, interval, pair, percent, quantity
 
 _TITLES = {
@@ -31,6 +31,13 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     """
     plan = clean(plain(plan))
     console = Console(highlight=False)
+    with console.capture() as capture:
+        _print_all(console, plan)
+    # rich fills folded lines and titles up with blanks
+    print("\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n")))
+
+
+def _print_all(console: Console, plan: Mapping[str, Any]) -> None:
     for line in (_trace(plan.get("trace")), _memory(plan.get("memory"), plan.get("fixed_budget"))):
         if line:
             console.print(Text(line))
@@ -46,7 +53,8 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     console.print()
     if plan.get("ci_method"):
         console.print(Text(f"Intervals: {plan['ci_method']}.", style="dim"))
-    for note in [*(plan.get("notes") or []), *(plan.get("limits") or [])]:
+    energy = [plan["energy_note"]] if plan.get("energy_note") else []
+    for note in [*(plan.get("notes") or []), *(plan.get("limits") or []), *energy]:
         console.print(Text(f"Note: {note}", style="dim"))
     if plan.get("verdict"):
         console.print()
@@ -87,9 +95,8 @@ def _memory(memory: Mapping[str, Any] | None, budget: Mapping[str, Any] | None) 
 
 
 def _step_table(step: Mapping[str, Any]) -> Table:
-    title = (
-        f"One decode step of {digits(step['batch'])} sequences, {digits(step['context_tokens'])} tokens each"
-    )
+    sequences = f"{digits(step['batch'])} sequence{'s' if step['batch'] > 1 else ''}"
+    title = f"One decode step of {sequences}, {digits(step['context_tokens'])} tokens each"
     columns = ("format", "baseline", "step", "speed-up", "attention", "its speed-up", "origin")
     rows = [
         [
@@ -111,7 +118,8 @@ def _break_even(lines: Sequence[Mapping[str, Any]] | None) -> list[str]:
     result = []
     for name in dict.fromkeys(line["format"] for line in lines or []):
         mine = [line for line in lines or [] if line["format"] == name]
-        result.append(f"A step with {name} is shorter {break_even_text(mine)} ({mine[0]['origin']})")
+        origins = origins_text(merged_origins(mine))
+        result.append(f"A step with {name} is shorter {break_even_text(mine)} ({origins})")
     return result
 
 

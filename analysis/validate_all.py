@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvfold.analysis.validate_run import find_runs, load_run
 from kvfold.analysis.validate_splitwise import splitwise
 from kvfold.analysis.validate_tables import tables
 from kvfold.analysis.validate_theory import codec, memory, queueing
-from kvfold.sim.errors import ConfigError
+from kvfold.sim.errors import ConfigError, near_names
 
 
 def engine(folder: Path | None, strict: bool = False) -> Family:
@@ -64,7 +63,7 @@ def validate(
     """The JSON of `kvfold validate`; `only` names families, none: all. Raises ConfigError for another name."""
     for name in only:
         if name not in RUNNERS:
-            near = get_close_matches(name, RUNNERS, n=1)
+            near = near_names(name, RUNNERS)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(RUNNERS)}"
             raise ConfigError(f"--only {name!r} is no family of checks; {hint}")
     if folder is not None and not folder.is_dir():

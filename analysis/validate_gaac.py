@@ -26,6 +26,7 @@ from kvfold.analysis.validate_kernel import (
     spark,
 )
 from kvfold.analysis.validate_spark import rest_s, routed_step_s, spark_checks
+from kvfold.analysis.words import percent, quantity
 from kvfold.sim.memory import bytes_of_sequence
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def _steps() -> list[Check]:
             1 / (1 - 0.4 + 0.4 / 1.22),
             0.001,
             unit="x",
-            note=f"at batch 1 ours are {dense['attention_share']:.1%} and {dense['attention_speedup']:.2f}x",
+            note=f"at batch 1 ours are {quantity(dense['attention_share'], 'share')} and "
+            f"{dense['attention_speedup']:.2f}x",
         )
     )
     return checks
@@ -165,7 +167,7 @@ def _gains() -> list[Check]:
                 ours, at_left = (
                     gain(model, weights, pair, sizes) for sizes in (packed(), _at_left_speedup())
                 )
-                note = f"{at_left:+.1%} at the {left:.2f}x that the dense rates leave; {unknown}"
+                note = f"{percent(at_left)} at the {left:.2f}x that the dense rates leave; {unknown}"
                 checks.append(compared("gaac", name, GAAC, published, 1 + ours, unit="x", note=note))
     return [*checks, *_orders(dense)]
 
@@ -188,7 +190,7 @@ def _orders(dense: float) -> list[Check]:
             f"2 -> 3 sequences: {hybrid}, which gains less per step, gains more",
             GAAC,
             "> dense",
-            f"{least:+.1%} against {dense:+.1%}",
+            f"{percent(least)} against {percent(dense)}",
             least > dense,
             "the smaller of both readings of W4A16",
         ),
@@ -197,23 +199,23 @@ def _orders(dense: float) -> list[Check]:
             f"1 -> 2 sequences: {experts}, which gains less per step, gains more",
             GAAC,
             "> dense",
-            f"{one:+.1%} against {dense_one:+.1%}",
+            f"{percent(one)} against {percent(dense_one)}",
             one > dense_one,
             "the smaller of both readings of W4A16",
         ),
         printed(
             f"2 -> 3 sequences: {experts}, from bytes",
             "> dense",
-            f"{'more' if plain > dense else 'NOT reproduced'}: {plain:+.1%} against {dense:+.1%}",
-            f"{own:+.1%} with Qwen's weights, {skewed:+.1%} if experts are also as unequally popular as measured: "
-            "level with the dense model; experts touched grow with the sequences",
+            f"{'more' if plain > dense else 'NOT reproduced'}: {percent(plain)} against {percent(dense)}",
+            f"{percent(own)} with Qwen's weights, {percent(skewed)} if experts are also as unequally popular as "
+            "measured: level with the dense model; experts touched grow with the sequences",
         ),
         holds(
             "gaac",
             f"2 -> 3 sequences: {experts}, with Qwen's weights and what vLLM takes beyond our step",
             GAAC,
             "> dense",
-            f"{rest:+.1%} against {dense_rest:+.1%}",
+            f"{percent(rest)} against {percent(dense_rest)}",
             rest > dense_rest,
             f"{rest_s() * 1e3:.1f} ms a step for both models, from a rate in BF16 that others measured",
         ),
@@ -222,7 +224,7 @@ def _orders(dense: float) -> list[Check]:
             f"2 -> 3 sequences: {experts}, with Qwen's weights at the speed-up that the dense rates leave",
             GAAC,
             "> dense",
-            f"{at_left:+.1%} against {dense_left:+.1%}",
+            f"{percent(at_left)} against {percent(dense_left)}",
             at_left > dense_left,
             "the dense gain is given then; a faster kernel lifts the dense model more than this one",
         ),

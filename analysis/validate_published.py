@@ -14,6 +14,7 @@ from kvfold.analysis.deployment import deploy, format_sizes
 from kvfold.analysis.steptable import step_s
 from kvfold.analysis.validate import Family, compared, holds
 from kvfold.analysis.validate_perfdb import perfdb_costs
+from kvfold.analysis.words import percent
 from kvfold.sim.scenario import Scenario, run
 from kvfold.sim.scheduler import Limits
 from kvfold.sim.sessions import Load
@@ -40,9 +41,9 @@ def fp8(folder: Path | None) -> Family:
     oss = [_throughput("gpt-oss-20b", name, None) for name in ("bf16", "fp8-e4m3")]
     lost = 1 - (1 + 0.149) / (1 + gain)
     account = (
-        f"a decode step alone gains {alone:+.1%}, with the prefill of the run {gain:+.1%}; {100 * lost:.1f} % of "
-        "the FP8 run is left to explain: casts of queries, keys and values, scales, and what else kernel tables "
-        "leave out"
+        f"a decode step alone gains {percent(alone)}, with the prefill of the run {percent(gain)}; "
+        f"{100 * lost:.1f} % of the FP8 run is left to explain: casts of queries, keys and values, scales, and "
+        "what else kernel tables leave out"
     )
     checks = [
         compared(

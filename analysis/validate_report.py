@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from kvfold.analysis.charts import Axis, Line, lines
 from kvfold.analysis.out import plain
-from kvfold.analysis.validate_words import row_of
+from kvfold.analysis.validate_words import by_source, row_of
 from kvfold.analysis.words import clean, digits, quantity
 
 _DATA = Path(__file__).resolve().parent / "data"
@@ -34,22 +34,15 @@ def render(found: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    families: dict[str, list[dict[str, Any]]] = {}
-    for check in found["checks"]:
-        name, reference, ours, error, gate, verdict, origin = row_of(check)
-        families.setdefault(check["family"], []).append(
-            {
-                "name": name,
-                "reference": reference,
-                "ours": ours,
-                "error": error,
-                "gate": gate,
-                "verdict": verdict,
-                "origin": origin,
-                "source": check["source"],
-                "note": check["note"],
-            }
-        )
+    families = {
+        family: [
+            (source, [_row(check) for check in of_source])
+            for source, of_source in by_source(
+                [check for check in found["checks"] if check["family"] == family]
+            ).items()
+        ]
+        for family in dict.fromkeys(check["family"] for check in found["checks"])
+    }
     return environment.get_template("validate.html.j2").render(
         css=Markup((_DATA / "report.css").read_text(encoding="utf-8")),
         counts=found["counts"],
@@ -60,6 +53,11 @@ def render(found: Mapping[str, Any]) -> str:
         runs=[_run(each) for each in found["runs"]],
         styles=[(style, name) for name, style in _STYLES.items()],
     )
+
+
+def _row(check: Mapping[str, Any]) -> dict[str, str]:
+    columns = ("name", "reference", "ours", "error", "gate", "verdict", "origin")
+    return dict(zip(columns, row_of(check), strict=True)) | {"note": check["note"]}
 
 
 def _run(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,5 +106,6 @@ def _over_time(timeline: Mapping[str, Any]) -> list[tuple[str, Markup]]:
             if key in values
         ]
         axis = Axis("time", "s", high=longest)
-        charts.append((name, lines(f"{name} over time", series, axis, Axis(label, unit))))
+        caption = name if key in sides["engine"] else f"{name}, simulated (the engine did not log it)"
+        charts.append((caption, lines(f"{name} over time", series, axis, Axis(label, unit))))
     return [(name, chart) for name, chart in charts if chart]

@@ -86,10 +86,10 @@ def _power(rows: dict[tuple[str, int, int, int], list[tuple[float, ...]]]) -> li
                 "splitwise",
                 f"power while decoding, a100-80gb x {tp}",
                 SOURCE,
-                f"{share:.0%} of the limit on average, {peak:.0%} at most",
+                f"{100 * share:.0f} % of the limit on average, {100 * peak:.0f} % at most",
                 "100 % (upper bound)",
                 share <= 1.0,
-                f"energy per token is {1 / share - 1:+.0%} above the measured average",
+                f"energy per token is {100 * (1 / share - 1):.0f} % above the measured average",
             )
         )
     return checks

@@ -202,7 +202,7 @@ def codec(_: Path | None) -> Family:
         holds(
             "codec",
             "and takes longer to decode",
-            f"{source}: 187.1 and 526.7 us",
+            f"{source}: 187.1 and 526.7 µs",
             ">",
             f"{work['gaac-2bit']:g} > {work['gaac']:g} operations an element",
             work["gaac-2bit"] > work["gaac"],

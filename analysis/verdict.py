@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfold.analysis.capacity import capacity
+from kvfold.analysis.latency import COMPLETED, call_latency
 from kvfold.analysis.search import ATTAINMENT
+from kvfold.analysis.trust import measured_text
 from kvfold.sim.run import FS_PER_S
 
 if TYPE_CHECKING:
+    from kvfold.analysis.search import Outcome
+    from kvfold.analysis.slo import Slo
     from kvfold.analysis.study import Answers, Question
 
-#: The pool binds when live sequences have held this share of it, or when it lost so much (in shares of all prompt
-#: tokens) of the prefix hits that an unlimited cache would have.
-FULL_POOL, LOST_HITS = 0.95, 0.02
+#: Live sequences that have held this share of the pool filled it; with less, it was cached prefixes that did.
+FULL_POOL = 0.95
 #: Nothing binds at the recorded load when the baseline could serve this many times as much.
 ROOM = 1.1
 
@@ -23,9 +26,9 @@ def verdict(question: Question, answers: Answers, plan: dict[str, Any]) -> dict[
     base = question.baseline.name
     judged = answers.recorded or answers.equal
     slo_met = any(outcome.attainment >= ATTAINMENT for outcome in judged.values())
-    name, change = _best_format(question, answers)
-    speedup = next((line["speedup"] for line in plan["step"]["formats"] if line["format"] == name), None)
-    limit = _binding_at(answers, base, plan["trace"].get("prefix_hit_token_share"))
+    name, change = _best_format(question, answers, plan)
+    speedup = _speedups(plan).get(name)
+    limit = _binding_at(answers, base)
     binding = "none" if _has_room(answers, base) else limit
     return {
         "slo_met": slo_met,
@@ -38,18 +41,34 @@ def verdict(question: Question, answers: Answers, plan: dict[str, Any]) -> dict[
     }
 
 
-def _best_format(question: Question, answers: Answers) -> tuple[str, float | None]:
+def _best_format(question: Question, answers: Answers, plan: dict[str, Any]) -> tuple[str, float | None]:
     """The format with the largest change of the highest load, the baseline itself if there is no other.
 
-    A lossy format is taken only where no lossless one was asked for: what it does to answers is not known here.
+    Changes that the searches cannot tell apart are a tie: the shorter decode step wins it, then the goodput at
+    fixed concurrency. A lossy format is taken only where no lossless one was asked for: what it does to answers
+    is not known here.
     """
     base = answers.highest[question.baseline.name]
     others = [sizes for sizes in question.formats[1:] if sizes.lossless] or question.formats[1:]
-    changes = {sizes.name: capacity(base, answers.highest[sizes.name]).change for sizes in others}
-    if not changes:
+    found = {sizes.name: capacity(base, answers.highest[sizes.name]) for sizes in others}
+    if not found:
         return question.baseline.name, None
-    name = max(changes, key=lambda each: float("-inf") if (known := changes[each]) is None else known)
-    return name, changes[name]
+    changes = {name: float("-inf") if each.change is None else each.change for name, each in found.items()}
+    best = max(changes, key=lambda name: changes[name])
+    told_apart = 0.0 if found[best].change is None else found[best].resolution
+    tied = [name for name in changes if changes[name] >= changes[best] - told_apart]
+    speedups = _speedups(plan)
+    goodput = {
+        line["format"]: line["value"] or 0.0
+        for line in plan["fixed_concurrency"]["rows"]
+        if line["metric"] == "goodput"
+    }
+    name = max(tied, key=lambda name: (speedups[name], goodput[name]))
+    return name, found[name].change
+
+
+def _speedups(plan: dict[str, Any]) -> dict[str, float]:
+    return {line["format"]: line["speedup"] for line in plan["step"]["formats"]}
 
 
 def _has_room(answers: Answers, name: str) -> bool:
@@ -58,25 +77,55 @@ def _has_room(answers: Answers, name: str) -> bool:
     return bool(answers.recorded) and best is not None and best.load >= ROOM
 
 
-def _binding_at(answers: Answers, name: str, unlimited_hits: float | None) -> str:
-    """What stops the format from serving more: looked up in the first replay above its highest load.
+def _binding_at(answers: Answers, name: str) -> str:
+    """What stops the baseline from serving more: memory, if a pool without a limit would serve clearly more.
 
-    `unlimited_hits`: share of prompt tokens that a prefix cache without a limit would hit, None if unknown.
+    Else what the steps of the first replay above its highest load spend their time on.
     """
-    found = answers.highest[name][0]
-    failed = [outcome for outcome in found.tried if outcome.attainment < answers.gate]
-    if not failed:
+    failed, unlimited = answers.highest[name][0].failed, answers.unlimited
+    if failed is None or unlimited is None:
         return "none"
-    run = min(failed, key=lambda outcome: outcome.load).run
-    if run.kv["peak_bytes"] >= FULL_POOL * run.kv["capacity_bytes"]:
+    if unlimited.attainment >= answers.gate:
         return "memory"
-    if unlimited_hits is not None and unlimited_hits - run.kv["prefix_hit_token_share"] > LOST_HITS:
-        return "memory"
-    stretches = run.stretches
+    stretches = failed.run.stretches
     prefill_s = (
         float((stretches.steps * stretches.first_step_fs)[stretches.prefill_tokens > 0].sum()) / FS_PER_S
     )
-    return "compute" if prefill_s > run.busy_s / 2 else "bandwidth"
+    return "compute" if prefill_s > failed.run.busy_s / 2 else "bandwidth"
+
+
+def _binding_text(question: Question, failed: Outcome, limit: str) -> str:
+    """What binds, and which limits of the SLO the requests miss there."""
+    kv = failed.run.kv
+    full = kv["peak_bytes"] / kv["capacity_bytes"]
+    why = ""
+    if limit == "memory" and full < FULL_POOL:
+        why = f" for cached prefixes (live KV peaks at {100 * full:.0f} % of the pool)"
+    return (
+        f"; what binds there is {limit}{why}: at {failed.load * question.unit_load:.3g} {question.load_unit}, the "
+        f"first load not served, {_misses(question.slo, failed)}"
+    )
+
+
+def _misses(slo: Slo, outcome: Outcome) -> str:
+    """Shares of all offered requests: 3.2 % miss TTFT and 0.4 % TPOT."""
+    calls = outcome.run.calls
+    times = call_latency(calls)
+    limits = (
+        ("TTFT", times.ttft_s, slo.ttft_s),
+        ("TPOT", times.tpot_s, slo.tpot_s),
+        ("E2E", times.e2e_s, slo.e2e_s),
+    )
+    shares = {
+        name: float((of_call_s > limit_s).mean())
+        for name, of_call_s, limit_s in limits
+        if limit_s is not None
+    }
+    parts = [f"{100 * share:.1f} % miss {name}" for name, share in shares.items() if share]
+    lost = float((calls.outcome != COMPLETED).mean())
+    if lost:
+        parts.append(f"{100 * lost:.1f} % do not complete")
+    return " and ".join(parts)
 
 
 def _text(
@@ -103,8 +152,9 @@ def _text(
         parts.append(f"; at equal concurrency a decode step runs {speedup:.2f}x as fast")
         share = plan["step"]["formats"][0]["attention_share"]
         parts.append(f" (attention is {100 * share:.0f} % of it)")
-    if limit != "none":
-        parts.append(f"; what binds there is {limit}")
+    failed = answers.highest[base][0].failed
+    if limit != "none" and failed is not None:
+        parts.append(_binding_text(question, failed, limit))
     if binding == "none" and answers.recorded:
         parts.append("; at the recorded load nothing binds, so no format changes what is served there")
     parts.append(_harm_text(name, base, change, speedup))
@@ -130,17 +180,15 @@ def _text(
 
 
 def _origin_text(question: Question, answers: Answers) -> str:
-    """Which step times rest on measurements, and whether most of them lie inside what was measured."""
-    origins = {sizes.name: answers.equal[sizes.name].run.attention_origin_s for sizes in question.formats}
-    measured = [name for name, by_origin in origins.items() if set(by_origin) - {"modelled"}]
+    """Which step times rest on measurements, and whether most of decode attention lies inside them."""
+    measured = measured_text(question)
     if not measured:
         return "All step times modelled."
-    inside = sum(origins[name].get("interpolated", 0.0) for name in measured)
-    outside = sum(origins[name].get("extrapolated", 0.0) for name in measured)
+    origins = [answers.equal[sizes.name].run.attention_origin_s for sizes in question.formats]
+    inside = sum(by_origin.get("interpolated", 0.0) for by_origin in origins)
+    outside = sum(by_origin.get("extrapolated", 0.0) for by_origin in origins)
     how = "interpolated" if inside >= outside else "extrapolated"
-    modelled = [sizes.name for sizes in question.formats if sizes.name not in measured]
-    rest = f", of {', '.join(modelled)} and all other terms" if modelled else ", all other terms"
-    return f"Attention of {', '.join(measured)} {how} from measurements{rest} modelled."
+    return f"{measured[0].upper()}{measured[1:]} {how} from measurements, all other terms modelled."
 
 
 def _capacity_text(question: Question, answers: Answers, name: str, change: float) -> str:
@@ -152,8 +200,12 @@ def _capacity_text(question: Question, answers: Answers, name: str, change: floa
     if found.ci95 is not None:
         low, high = (100 * bound for bound in found.ci95)
         loads += f", 95 % CI {low:+.0f} to {high:+.0f} %"
-    if abs(change) < 0.03:
-        return f"{name} serves the same load on the same KV budget ({loads})"
+    if abs(change) <= found.resolution:
+        base = question.baseline.name
+        return (
+            f"{name} and {base} differ in load served on the same KV budget by no more than the search resolves, "
+            f"{100 * found.resolution:.0f} % ({loads})"
+        )
     more = "more" if change > 0 else "less"
     return f"{name} serves {100 * abs(change):.0f} % {more} load on the same KV budget ({loads})"
 
@@ -163,7 +215,13 @@ def _no_capacity_text(question: Question, answers: Answers, name: str) -> str:
     easy = [each for each in (base, name) if any(found.exhausted for found in answers.highest[each])]
     if easy:
         return f"the trace holds too little work to load {' and '.join(easy)} to the limit"
-    return f"no load was found that both {base} and {name} serve within the SLO"
+    tried = [found.lowest for each in (base, name) for found in answers.highest[each] if found.best is None]
+    lowest = min(tried, key=lambda outcome: outcome.load)
+    return (
+        f"no load was found that both {base} and {name} serve within the SLO: of the lowest tried, "
+        f"{lowest.load * question.unit_load:.2g} {question.load_unit}, {100 * lowest.attainment:.1f} % of "
+        "requests meet it"
+    )
 
 
 def _harm_text(name: str, base: str, change: float | None, speedup: float | None) -> str:

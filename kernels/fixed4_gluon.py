@@ -11,12 +11,11 @@ Powers of two keep every intermediate normal and cancel at the end: the query is
 weights by 2 ** 60. They are exact while bases of K are at most 160, which the packer sees to, queries are below
 2 ** 31 and query times key is far from the ends of float32.
 
-Exceptions are coded as zero and added from the block's list: products of two BF16 values, exact, but out of order
-in the float32 sums. With ``IN_TILE`` they are put into the tile instead, and bases are added to the codes: slow,
-with the sums in the order of raw pages.
+Exceptions are coded as zero and added from the block's list: products of two BF16 values, exact, but out of order.
+With ``IN_TILE`` they are put into the tile, and bases are added to the codes: slow, the sums in raw pages' order.
 """
 
-# Tuples change their length in code that only Triton runs.
+# Tuples change their length in code that only Triton runs: they grow by `+`, it compiles no starred expressions.
 # mypy: disable-error-code="assignment, misc, var-annotated"
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from kvfold.kernels.shares import share_start as triton_share_start
 
 block_counts = gluon.jit(triton_block_counts.fn)
 share_start = gluon.jit(triton_share_start.fn)
-# Tuples grow by `+` below: Triton compiles no starred expressions.
 
 
 @gluon.jit

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvfold.sim.errors import ConfigError
+from kvfold.sim.errors import ConfigError, near_names
 
 PRESETS_FILE = Path(__file__).with_name("data") / "gpus.toml"
 #: Share of datasheet bandwidth and FLOP/s that kernels reach (modelled): the same for every GPU, never fitted
@@ -102,7 +101,7 @@ def load_gpu(name_or_path: str) -> GpuSpec:
     presets = _presets()
     key = name_or_path.lower()
     if key not in presets:
-        near = get_close_matches(key, presets, n=3)
+        near = near_names(key, presets)
         hint = f"did you mean {', '.join(near)}?" if near else "give a preset or a path to a GPU file"
         raise ConfigError(f"unknown GPU {name_or_path!r}; {hint} (kvfold list gpus shows the presets)")
     return _spec(key, presets[key], f"preset {key}")
@@ -117,7 +116,7 @@ def _spec(name: str, table: dict[str, Any], where: str) -> GpuSpec:
     known = [f.name for f in fields(GpuSpec)]
     for key in table:
         if key not in known:
-            near = get_close_matches(key, known, n=1)
+            near = near_names(key, known)
             hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(known)}"
             raise ConfigError(f"{where}: unknown field {key}; {hint}")
     for key in ("memory_bytes", "bandwidth_bytes_per_s"):

@@ -6,12 +6,11 @@ Counts leave out norms and biases (below 0.05 % in every preset) and layers for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
 
-from kvfold.sim.errors import ConfigError
+from kvfold.sim.errors import ConfigError, near_names
 from kvfold.sim.model_config import read_config, read_presets, shape_from_config
 
 BF16_BYTES = 2
@@ -198,7 +197,7 @@ def load_model(name_or_path: str) -> ModelSpec:
     presets = read_presets()
     key = name_or_path.lower()
     if key not in presets:
-        near = get_close_matches(key.rsplit("/", 1)[-1], presets, n=3)
+        near = near_names(key.rsplit("/", 1)[-1], presets)
         hint = f"did you mean {', '.join(near)}?" if near else "give a preset or a path to a config.json"
         raise ConfigError(f"unknown model {name_or_path!r}; {hint} (kvfold list models shows the presets)")
     config = presets[key]

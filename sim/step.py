@@ -157,8 +157,9 @@ class StepCost:
 
     def _refuse(self, what: str, origin: str) -> NoReturn:
         raise ConfigError(
-            f"--strict-costs takes measured costs alone, and {what} is {origin} for {self.model.name} on "
-            f"{self.gpu.name}; leave the option out, or measure the point with kvfold kernels bench"
+            f"--strict-costs takes measured attention and linear layers alone, and {what} is {origin} for "
+            f"{self.model.name} on {self.gpu.name}; leave the option out, or measure the point with "
+            "kvfold kernels bench (contexts from 256 tokens on) and give its table by --costs"
         )
 
     def base_fs(self, sequences: int, prompt_tokens: int, ending_prompts: int) -> int:

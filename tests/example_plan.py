@@ -137,12 +137,13 @@ def make_plan():
             "span_s": 3600.0,
             "rate_per_s": 0.3333,
             "interarrival_cv": 1.42,
+            "dispersion_60_s": 6.0,
             "input_tokens": spread,
             "output_tokens": {"p50": 212, "p90": 801, "p99": 2044, "max": 8192},
             "sessions": 85,
             "calls_per_session": {"p50": 11, "p90": 40, "p99": 77, "max": 90},
             "tool_wait_s": {"p50": 0.8, "p90": 12.5, "p99": 180.0, "max": 911.2},
-            "human_wait_s": {"p50": None, "p90": None, "p99": None, "max": None},
+            "human_wait_s": {"p50": None, "p90": None, "p99": None, "max": None, "n": 0},
             "block_size_tokens": 64,
             "prefix_hit_token_share": 0.713,
             "warnings": ["12 waits are negative in the source and were taken as 0"],
@@ -156,6 +157,7 @@ def make_plan():
             "kv_budget_bytes": 114_940_349_891,
             "kv_budget_origin": "modelled: what the waterfall leaves",
             "load_unit": "requests/s",
+            "note": "a burst that drains afterwards",
             "rows": [
                 line
                 for name, factor in others.items()
@@ -200,7 +202,17 @@ def make_plan():
         },
         "step": {"batch": 22, "context_tokens": 9211, "formats": [steps(*pair) for pair in others.items()]},
         "break_even": [
-            {"format": name, "batch": b, "context_tokens": c, "origin": "modelled"}
+            {
+                "format": name,
+                "batch": b,
+                "context_tokens": c,
+                "stretches": [[c, contexts[-1]]] if c else [],
+                "tried_tokens": [contexts[0], contexts[-1]],
+                "tried": len(contexts),
+                "not_measured": 0,
+                "origin": "modelled",
+                "origins": {"bf16": ["modelled"], name: ["modelled"]},
+            }
             for name in others
             for b, c in zip(batches, [None, 32_768, 16_384, 4096, 1024, 1024], strict=True)
         ],
@@ -228,6 +240,7 @@ def make_plan():
                 "format": name,
                 "load": load,
                 "attainment": float(1 / (1 + np.exp(8 * (load - 3.7)))),
+                "goodput_rps": float(0.9 * load / (1 + np.exp(8 * (load - 3.7)))),
                 "ttft_p99_s": float(2 * np.exp(load)),
             }
             for name, factor in FORMATS.items()
@@ -252,6 +265,7 @@ def make_plan():
             name: {"j_per_output_token": 0.512 * factor, "idle_j": 91_200.0, "origin": "modelled"}
             for name, factor in FORMATS.items()
         },
+        "energy_note": "energy is an upper bound",
         "rejected": {
             "count": 12,
             "share": 0.01,

@@ -19,6 +19,7 @@ def test_one_search_gives_a_change_and_no_interval():
     assert result.change == pytest.approx(0.2)
     assert result.ci95 is None
     assert (result.baseline, result.value, result.searches) == (10.0, 12.0, 2)
+    assert result.resolution == pytest.approx(0.03)
 
 
 def test_a_load_that_is_no_limit_gives_no_change():
@@ -26,6 +27,7 @@ def test_a_load_that_is_no_limit_gives_no_change():
     assert result.change is None
     assert result.ci95 is None
     assert result.exhausted
+    assert np.isnan(result.resolution)
     assert capacity([found(None, 1.0)], [found(2.0, 2.1)]).baseline is None
 
 

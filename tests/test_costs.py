@@ -123,7 +123,7 @@ def test_strict_costs_refuse_what_was_not_measured(table):
     assert cost.decode_fs(4, 20_000, 0) > 0
     with pytest.raises(ConfigError, match="300,000 KV tokens in all is extrapolated"):
         cost.attention(64, 300_000)
-    with pytest.raises(ConfigError, match="decode attention of a batch of 1 with 1,000 KV tokens in all is modelled"):
+    with pytest.raises(ConfigError, match="a batch of 1 with 1,000 KV tokens in all is modelled"):
         step_cost(MODEL, GPU, SIZES["gaac"], costs=table, strict=True).attention(1, 1000)
 
 

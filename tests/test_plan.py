@@ -3,18 +3,21 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvfold.analysis import cli
 from kvfold.analysis.deployment import deploy, format_sizes
-from kvfold.analysis.plan import _limits, make_plan
+from kvfold.analysis.plan import _burst_note, _loop_note, make_plan
+from kvfold.analysis.search import Found, Outcome
 from kvfold.analysis.slo import parse_slo
-from kvfold.analysis.study import Question
+from kvfold.analysis.study import Question, sessions_of
 from kvfold.sim.retention import Retention
 from kvfold.sim.scheduler import Limits
 from kvfold.traces.load import load
 from kvfold.traces.stats import inspect
+from tests.test_slo import make_calls
 
 SAMPLE = Path(__file__).resolve().parent.parent / "traces" / "data" / "sample.jsonl"
 ROW_KEYS = {"metric", "format", "unit", "baseline", "value", "change", "ci95", "n", "origin"}
@@ -71,6 +74,12 @@ def test_the_contract(sample_plan):
                 low, high = row["ci95"]
                 assert low <= high
     assert sample_plan["fixed_concurrency"]["concurrency"] == 4
+
+
+def test_notes_are_assumptions_and_limits_what_is_not_validated(sample_plan):
+    assert any("blocks take their slot" in line for line in sample_plan["notes"])
+    assert any("differences below a few percent" in line for line in sample_plan["limits"])
+    assert not set(sample_plan["notes"]) & set(sample_plan["limits"])
 
 
 def test_the_same_format_twice_changes_nothing(sample):
@@ -179,9 +188,60 @@ def test_a_lossy_format_is_compared_and_never_recommended_over_a_lossless_one(sa
     assert "fp8-e4m3 is lossy" in alone["verdict"]["text"]
 
 
-@pytest.mark.parametrize(
-    ("formats", "named"), [(("bf16", "fixed4"), "bf16, fixed4"), (("bf16", "gaac"), "bf16")]
-)
-def test_only_measured_formats_of_the_plan_are_named_as_measured(formats, named):
-    asked = question(load(SAMPLE), formats, gpu="h200")
-    assert any(line.startswith(f"attention of {named} and linear layers") for line in _limits(asked))
+def test_goodput_is_the_same_number_in_the_chart_and_in_the_table(sample_plan):
+    for name, format_name in (("baseline", "bf16"), ("value", "gaac")):
+        load = value(sample_plan, "fixed_budget", "highest load within the SLO")[name]
+        at = {"format": format_name, "load": load}
+        points = [point for point in sample_plan["load_curve"] if at.items() <= point.items()]
+        goodput = value(sample_plan, "fixed_budget", "goodput")[name]
+        assert [point["goodput_rps"] for point in points] == [pytest.approx(goodput)] * len(points) != []
+
+
+def test_the_load_curve_holds_the_recorded_load_of_every_format(sample_plan):
+    recorded = question(load(SAMPLE)).unit_load
+    at = [point["format"] for point in sample_plan["load_curve"] if point["load"] == recorded]
+    assert at == ["bf16", "gaac"]
+
+
+def test_sequences_that_the_batch_cap_keeps_out_are_no_gain(sample):
+    asked = question(sample, limits=Limits(max_num_seqs=5))
+    rows = [row["metric"] for row in plan(asked)["fixed_budget"]["rows"] if "that fit" in row["metric"]]
+    assert rows == ["sequences of 19,743 tokens that fit (5 run at once)"]
+
+
+@pytest.mark.parametrize(("last_s", "burst"), [(13.0, False), (40.0, True)])
+def test_a_burst_that_drains_is_called_one(last_s, burst):
+    """10 requests within 9 s; the last ends soon after them, or long after."""
+    calls = make_calls([(call, call + 1, last_s, 11, "completed") for call in range(10)])
+    served = Outcome(4.5, SimpleNamespace(calls=calls), 1.0)
+    highest = {"bf16": (Found(served, 4.6, (served,)),), "gaac": (Found(None, 1.0, (served,)),)}
+    asked = SimpleNamespace(has_clock=True, unit_load=2.0, load_unit="requests/s")
+    note = _burst_note(asked, SimpleNamespace(highest=highest))
+    assert note.startswith("a burst that drains afterwards") == burst
+    if burst:
+        assert "bf16 at 9 requests/s: all arrive within 9 s, the last ends after 40 s" in note
+        assert "gaac" not in note
+
+
+@pytest.mark.parametrize(("last_s", "said"), [(4.0, False), (1.6, True)])
+def test_a_closed_loop_that_serves_far_more_is_named(sample, last_s, said):
+    calls = make_calls([(0, 1, last_s, 11, "completed")])
+    asked = SimpleNamespace(
+        has_clock=True,
+        unit_load=2.0,
+        load_unit="requests/s",
+        baseline=SimpleNamespace(name="bf16"),
+        trace=sample,
+    )
+    sessions = len(sessions_of(sample))
+    served = Outcome(sessions / 8, SimpleNamespace(), 1.0)
+    highest = {"bf16": (Found(served, served.load, (served,)),)}
+    run = SimpleNamespace(calls=calls)
+    answers = SimpleNamespace(highest=highest, equal={"bf16": Outcome(2, run, 1.0)}, concurrency=2)
+    note = _loop_note(asked, answers)
+    assert note.startswith("bf16 serves 2 live in a closed loop at") == said
+    assert bool(note) == said
+
+
+def test_a_load_that_goes_on_is_no_burst(sample_plan):
+    assert "burst" not in sample_plan["fixed_budget"]["note"]

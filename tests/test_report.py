@@ -10,7 +10,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from kvfold.analysis import figures
 from kvfold.analysis.report import render
+from kvfold.analysis.words import digits, quantity
 from tests.example_plan import make_plan, poisoned, without_numbers
 
 PAYLOADS = (
@@ -111,6 +113,39 @@ def test_the_page_says_what_the_plan_holds():
         "kvfold plan --model qwen3-8b --gpu h200",
     ):
         assert words in text, words
+
+
+def test_units_and_counts_of_the_traffic():
+    """A number before ``_s`` is a window, and ``n`` counts."""
+    text = " ".join(" ".join(Elements(render(make_plan())).texts).split())
+    assert "dispersion over 60 s 6.00" in text
+    assert not re.search(r"dispersion over 60 s 6.00 s\b", text)
+    assert "human wait \N{EN DASH} \N{EN DASH} \N{EN DASH} \N{EN DASH} 0" in text
+    assert "0 s" not in re.findall(r"human wait[^a-z]*?(0 s?)", text)
+
+
+def test_assumptions_and_what_is_not_validated_stand_under_their_names():
+    page = render(make_plan())
+    validated, assumed = page.index("What has not been validated"), page.index("What was assumed")
+    assert validated < page.index("no cost table was measured for h200") < assumed
+    assert assumed < page.index("3 calls without output were simulated")
+
+
+def test_joules_and_bursts_carry_their_note():
+    page = Elements(render(make_plan()))
+    text = " ".join(" ".join(page.texts).split())
+    assert "shown apart. Note: energy is an upper bound." in text
+    assert "each one's own rate may fall. Note: a burst that drains afterwards." in text
+
+
+def test_the_chart_of_goodput_shows_good_requests_over_the_makespan():
+    plan = make_plan()
+    chart = dict(figures.load_curve(plan, plan["config"]))["Goodput"]
+    for point in plan["load_curve"]:
+        assert f"{quantity(point['goodput_rps'], 'requests/s')} at {digits(point['load'])}" in chart
+    for point in plan["load_curve"]:
+        del point["goodput_rps"]
+    assert "Goodput" not in dict(figures.load_curve(plan, plan["config"]))
 
 
 def test_every_row_of_a_table_of_results_carries_its_origin():

@@ -3,7 +3,7 @@
 import pytest
 
 from kvfold.analysis.metrics import makespan_s
-from kvfold.analysis.scarce import scarcity
+from kvfold.analysis.scarce import _memory_text, scarcity
 from kvfold.sim.scenario import run
 from kvfold.sim.scheduler import Limits
 from kvfold.sim.sessions import Load
@@ -36,6 +36,17 @@ def test_what_was_cached_and_had_to_be_computed_again_is_memory_too(random_trace
     found = scarcity(result, 256, 1, makespan_s(result.calls))
     assert found["computed_again_share"] > 0.02
     assert found["what"] == "memory"
+
+
+def test_memory_is_scarce_for_waiting_calls_or_for_cached_prefixes():
+    only_evicted = _memory_text({"full_share": 0.1, "computed_again_share": 7.3})
+    assert only_evicted == (
+        "memory is scarce: 7.3 % of all prompt tokens were computed again, evicted from the cache or preempted"
+    )
+    only_full = _memory_text({"full_share": 40.0, "computed_again_share": 1.0})
+    assert only_full == "memory is scarce: calls wait for a full pool in 40 % of the busy time"
+    both = _memory_text({"full_share": 40.0, "computed_again_share": 3.0})
+    assert "40 % of the busy time and 3.0 % of all prompt tokens" in both
 
 
 def test_a_run_in_which_nothing_ran():

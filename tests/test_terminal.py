@@ -33,6 +33,12 @@ def test_the_terminal_gets_80_columns_and_the_verdict_last(printed):
     assert text.index("Fixed concurrency") < text.index("Fixed KV budget") < text.index("Recorded load")
 
 
+def test_no_line_ends_in_blanks_and_joules_carry_their_note(printed):
+    lines = printed(make_plan(), COLUMNS="70")
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert "Note: energy is an upper bound" in lines
+
+
 def test_numbers_stay_whole_with_the_longest_origin_names(printed):
     plan = make_plan()
     for study in ("fixed_concurrency", "fixed_budget", "recorded_load"):
