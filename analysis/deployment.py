@@ -64,7 +64,7 @@ class Deployment:
 
     def power(self) -> Power:
         """What the GPU draws, measured where its cost table has joules."""
-        with _cost_file(self.gpu.name, self.costs_file) as path:
+        with cost_file(self.gpu.name, self.costs_file) as path:
             return power_of(self.gpu, path)
 
     def cost(self, sizes: FormatSizes) -> StepCost:
@@ -130,7 +130,7 @@ def cost_table(gpu_name: str, attention: str = "", own: Path | None = None) -> C
 
     `attention`: of decode attention, only kernels with this in their names.
     """
-    with _cost_file(gpu_name, own) as path:
+    with cost_file(gpu_name, own) as path:
         if path is None:
             return None
         source = f"{own or path.name} ({_provenance(path)})"
@@ -169,7 +169,7 @@ def _provenance(path: Path) -> str:
 
 
 @contextmanager
-def _cost_file(gpu_name: str, own: Path | None) -> Iterator[Path | None]:
+def cost_file(gpu_name: str, own: Path | None) -> Iterator[Path | None]:
     if own is not None:
         yield own
         return

@@ -10,7 +10,7 @@ from importlib import resources
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvfold.analysis.deployment import _cost_file
+from kvfold.analysis.deployment import cost_file
 from kvfold.analysis.origins import ORIGINS
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.step import step_cost
@@ -228,7 +228,7 @@ def fixed_budget(
 
 def linear_kernels(deployment: Deployment) -> list[str]:
     """The kernels that the measured linear layers are times of, without their launch parameters."""
-    with _cost_file(deployment.gpu.name, deployment.costs_file) as path:
+    with cost_file(deployment.gpu.name, deployment.costs_file) as path:
         if path is None:
             return []
         with path.open(newline="", encoding="utf-8") as file:

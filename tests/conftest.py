@@ -1,6 +1,7 @@
 """Runs before anything imports triton: its decorator decides at import time whether it interprets."""
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,21 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"the real data folder {SHARED_DATA} is not here")
     return SHARED_DATA
+
+
+@pytest.fixture
+def run_kvfold(monkeypatch, capsys):
+    """A function that runs a command line in this process: exit code, stdout, stderr."""
+    from kvfold.analysis import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvfold", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return run
 
 
 @pytest.fixture

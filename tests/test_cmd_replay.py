@@ -1,26 +1,12 @@
 """What `kvfold replay` says of its own figures."""
 
 import json
-import sys
 
 import pytest
 
-from kvfold.analysis import cli
 from kvfold.analysis.cmd_replay import _costs
 
 SOURCE = "costs.csv (H; commit c; 2026-11-30)"
-
-
-@pytest.fixture
-def kvfold(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kvfold", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return run
 
 
 @pytest.fixture
@@ -49,24 +35,24 @@ def test_costs_say_how_much_was_extrapolated_and_what_is_modelled():
     assert _costs(found({"modelled": 1.0}, None)).startswith("costs: every step time is modelled")
 
 
-def test_a_replay_tells_measured_from_extrapolated_time(kvfold, trace):
+def test_a_replay_tells_measured_from_extrapolated_time(run_kvfold, trace):
     arguments = ("replay", trace, "--model", "qwen3-8b", "--gpu", "h200")
-    code, out, err = kvfold(*arguments, "--json")
+    code, out, err = run_kvfold(*arguments, "--json")
     assert code == 0, err
     result = json.loads(out)
     origins = result["attention_origin_s"]
     assert set(origins) == {"interpolated", "extrapolated"}
     assert origins["interpolated"] > origins["extrapolated"] > 0
     assert result["modelled_terms"] == ["LM head", "sampling", "KV write", "launch and scheduling"]
-    said = " ".join(kvfold(*arguments)[1].split())
+    said = " ".join(run_kvfold(*arguments)[1].split())
     assert "% extrapolated; always modelled: LM head, sampling" in said
     assert "costs modelled" not in said
 
 
-def test_records_that_cannot_be_written_are_refused_before_the_trace_is_read(kvfold, tmp_path):
+def test_records_that_cannot_be_written_are_refused_before_the_trace_is_read(run_kvfold, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "folder"):
-        code, _, err = kvfold(
+        code, _, err = run_kvfold(
             "replay", tmp_path / "no trace", "--model", "qwen3-8b", "--gpu", "h200", "--out", out
         )
         assert code == 2

@@ -2,11 +2,9 @@
 
 import json
 import re
-import sys
 
 import pytest
 
-from kvfold.analysis import cli
 from kvfold.analysis.deployment import deploy, format_sizes
 from kvfold.codec.sizes import load_sizes
 from kvfold.sim.errors import ConfigError
@@ -15,18 +13,6 @@ from tests.test_costs import COLUMNS, attend_row, linear_row
 H100 = ("--model", "qwen3-8b", "--gpu", "h100")
 LAYERS = 36
 PREFILL = "h200,prefill,bf16,1,{0},32,8,128,,{0},,,,{1},,,,,0,made,,,,,"
-
-
-@pytest.fixture
-def kvfold(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kvfold", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return run
 
 
 @pytest.fixture
@@ -48,25 +34,27 @@ def trace(tmp_path):
     return path
 
 
-def test_step_takes_its_times_from_the_table_and_names_it(kvfold, table):
+def test_step_takes_its_times_from_the_table_and_names_it(run_kvfold, table):
     point = ("step", *H100, "--format", "bf16", "--batch", "8", "--context", "16K", "--costs", table)
-    code, out, err = kvfold(*point, "--json")
+    code, out, err = run_kvfold(*point, "--json")
     assert code == 0, err
     found = json.loads(out)
     (kernel,) = [row for row in found["rows"] if row["name"] == "attention: kernel"]
     assert (kernel["s"], kernel["origin"]) == (pytest.approx(LAYERS * 5e-6), "interpolated")
     assert found["cost_source"] == f"{table} (h200; commit abc123; 2026-11-30)"
-    said = kvfold(*point)[1]
+    said = run_kvfold(*point)[1]
     assert "mine.csv (h200; commit abc123; 2026-11-30)" in " ".join(said.split())
 
 
-def test_replay_and_plan_name_the_table(kvfold, table, trace):
-    code, out, err = kvfold("replay", trace, *H100, "--costs", table, "--strict-costs", "--json")
+def test_replay_and_plan_name_the_table(run_kvfold, table, trace):
+    code, out, err = run_kvfold("replay", trace, *H100, "--costs", table, "--strict-costs", "--json")
     assert code == 0, err
     found = json.loads(out)
     assert found["config"]["cost_source"] == f"{table} (h200; commit abc123; 2026-11-30)"
     assert set(found["attention_origin_s"]) == {"interpolated"}
-    code, out, err = kvfold("plan", *H100, "--trace", trace, "--formats", "bf16", "--costs", table, "--json")
+    code, out, err = run_kvfold(
+        "plan", *H100, "--trace", trace, "--formats", "bf16", "--costs", table, "--json"
+    )
     assert code == 0, err
     planned = json.loads(out)
     assert planned["config"]["cost_source"] == found["config"]["cost_source"]
@@ -81,11 +69,11 @@ def test_joules_are_those_of_the_table(table):
     assert deploy("qwen3-8b", "h100").power().attend_w == {}
 
 
-def test_strict_costs_point_to_a_table_of_ones_own(kvfold, table):
-    code, _, err = kvfold("step", *H100, "--strict-costs")
+def test_strict_costs_point_to_a_table_of_ones_own(run_kvfold, table):
+    code, _, err = run_kvfold("step", *H100, "--strict-costs")
     assert code == 2
     assert "by --costs" in err
-    assert kvfold("step", *H100, "--format", "bf16", "--strict-costs", "--costs", table)[0] == 0
+    assert run_kvfold("step", *H100, "--format", "bf16", "--strict-costs", "--costs", table)[0] == 0
 
 
 NO_TABLES = {
@@ -108,12 +96,12 @@ NO_TABLES = {
 
 
 @pytest.mark.parametrize("name", NO_TABLES)
-def test_a_file_that_is_no_cost_table_costs_one_line(kvfold, tmp_path, name):
+def test_a_file_that_is_no_cost_table_costs_one_line(run_kvfold, tmp_path, name):
     content, text = NO_TABLES[name]
     path = tmp_path / "mine.csv"
     if content is not None:
         path.write_bytes(content)
-    code, out, err = kvfold("step", *H100, "--costs", path)
+    code, out, err = run_kvfold("step", *H100, "--costs", path)
     assert (code, out) == (2, "")
     assert text in err.splitlines()[-1]
 

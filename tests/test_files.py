@@ -1,6 +1,5 @@
 """Every parameter that names a file or folder: what cannot be read or written costs one line, and never exit 1."""
 
-import sys
 from typing import get_type_hints
 
 import numpy as np
@@ -52,7 +51,7 @@ WRITTEN = {
 
 
 @pytest.fixture
-def kvfold(monkeypatch, capsys, tmp_path):
+def kvfold(run_kvfold, monkeypatch, tmp_path):
     """Runs a command line beside a trace, an array and a folder."""
     np.save(tmp_path / "ARRAY", np.zeros((1, 256, 64), np.uint16))
     (tmp_path / "ARRAY.npy").rename(tmp_path / "ARRAY")
@@ -61,10 +60,8 @@ def kvfold(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(line):
-        monkeypatch.setattr(sys, "argv", ["kvfold", *line.split()])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, capsys.readouterr().err
+        code, _, said = run_kvfold(*line.split())
+        return code, said
 
     return run
 
