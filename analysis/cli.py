@@ -7,7 +7,7 @@ Exit codes: 0 ok; 1 internal error; 2 usage or configuration; 3 SLO or gate miss
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -22,6 +22,8 @@ from kvfold.analysis import (
     cmd_traces,
     cmd_validate,
 )
+
+_UsageError = cast("type[Exception]", typer.BadParameter.__base__)  # typer exports no name of it
 
 app = typer.Typer(
     name="kvfold",
@@ -68,9 +70,12 @@ def main() -> None:
 
     error: Exception | None = None
     try:
-        app()
-    except KeyboardInterrupt:
+        code = app(prog_name="kvfold", standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except _UsageError as exception:
+        _print_usage_error(exception)
+        code = 2
     except (BadTraceError, BadArrayError, CorruptDataError) as exception:
         code, error = 5, exception
     except DoesNotFitError as exception:
@@ -79,15 +84,25 @@ def main() -> None:
         code, error = 2, exception
     except Exception as exception:
         code, error = 1, exception
-    else:
-        return
     if "--debug" in sys.argv and error is not None:
         raise error
-    message = "interrupted" if error is None else str(error)
-    if code == 1:
-        message = f"internal error: {type(error).__name__}: {message} (--debug shows where)"
-    print(f"kvfold: {message}", file=sys.stderr)
+    if error is not None:
+        message = str(error)
+        if code == 1:
+            message = f"internal error: {type(error).__name__}: {message} (--debug shows where)"
+        print(f"kvfold: {message}", file=sys.stderr)
+    elif code == 130:
+        print("kvfold: interrupted", file=sys.stderr)
     sys.exit(code)
+
+
+def _print_usage_error(error: Any) -> None:
+    """One line; a group of commands without a command is the one that prints its help."""
+    text = error.format_message()
+    if "\n" not in text:
+        command = error.ctx.command_path if error.ctx else "kvfold"
+        text = f"kvfold: {text.rstrip('.')} ({command} --help shows the options)"
+    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

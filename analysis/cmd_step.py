@@ -34,7 +34,7 @@ def step(
     """
     from kvfold.analysis.deployment import deploy, format_sizes
     from kvfold.analysis.out import emit_json
-    from kvfold.analysis.steptable import break_even, compare, fixed_budget, linear_kernels
+    from kvfold.analysis.steptable import break_even, compare, fixed_budget
     from kvfold.sim.errors import ConfigError
 
     if batch < 1:
@@ -62,8 +62,9 @@ def step(
     found = compare(cost, base_cost, batch, tokens)
     found |= {"model": deployment.model.name, "gpu": deployment.gpu.name, "weights": weights, "tp": tp}
     found["cost_source"] = deployment.cost_source
-    if any(row["name"] == "linear layers" and row["origin"] != "modelled" for row in found["rows"]):
-        found["linear_kernels"] = linear_kernels(deployment)
+    table = deployment.costs
+    if table and any(row["name"] == "linear layers" and row["origin"] != "modelled" for row in found["rows"]):
+        found["linear_kernels"] = list(table.linear_kernels.get(weights, ()))
     found["break_even"] = break_even(cost, base_cost, deployment.max_context_tokens)
     found["decode_int_ops_per_element"] = sizes.decode_int_ops_per_element
     found["gpu_int_ops_per_bf16_element"] = deployment.gpu.int_ops_per_bf16_element

@@ -64,7 +64,7 @@ class Deployment:
 
     def power(self) -> Power:
         """What the GPU draws, measured where its cost table has joules."""
-        with cost_file(self.gpu.name, self.costs_file) as path:
+        with _cost_file(self.gpu.name, self.costs_file) as path:
             return power_of(self.gpu, path)
 
     def cost(self, sizes: FormatSizes) -> StepCost:
@@ -72,12 +72,9 @@ class Deployment:
 
     def modelled_terms(self, sizes: FormatSizes) -> list[str]:
         """The terms of a step that no measurement enters, however well the cost table covers the run."""
-        terms = replace(self.cost(sizes), strict=False).terms(1, 1, 1)
-        names = [term.name for term in terms if term.origin == "modelled" and term.s]
-        prefill = self.costs.prefill if self.costs else None
-        if prefill is None or prefill.head_dim != self.model.head_dim or not self.model.full_layers:
-            names.append("prompt attention")
-        return names
+        cost = replace(self.cost(sizes), strict=False)  # asked for its origins
+        names = [term.name for term in cost.terms(1, 1, 1) if term.origin == "modelled" and term.s]
+        return names if cost.measured_prefill else [*names, "prompt attention"]
 
 
 def deploy(
@@ -130,7 +127,7 @@ def cost_table(gpu_name: str, attention: str = "", own: Path | None = None) -> C
 
     `attention`: of decode attention, only kernels with this in their names.
     """
-    with cost_file(gpu_name, own) as path:
+    with _cost_file(gpu_name, own) as path:
         if path is None:
             return None
         source = f"{own or path.name} ({_provenance(path)})"
@@ -169,7 +166,7 @@ def _provenance(path: Path) -> str:
 
 
 @contextmanager
-def cost_file(gpu_name: str, own: Path | None) -> Iterator[Path | None]:
+def _cost_file(gpu_name: str, own: Path | None) -> Iterator[Path | None]:
     if own is not None:
         yield own
         return

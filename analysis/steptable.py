@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvfold.analysis.deployment import cost_file
 from kvfold.analysis.origins import ORIGINS
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.step import step_cost
@@ -224,19 +222,6 @@ def fixed_budget(
         row["published"] = asdict(published) if published else None
         rows.append(row)
     return rows
-
-
-def linear_kernels(deployment: Deployment) -> list[str]:
-    """The kernels that the measured linear layers are times of, without their launch parameters."""
-    with cost_file(deployment.gpu.name, deployment.costs_file) as path:
-        if path is None:
-            return []
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(line for line in file if not line.startswith("#"))
-            names = {
-                row["kernel"] for row in rows if (row["op"], row["weights"]) == ("linear", deployment.weights)
-            }
-    return sorted({re.sub(r" \w+=\S+", "", name) for name in names})
 
 
 def _terms(cost: StepCost, batch: int, context_tokens: int) -> dict[str, Any]:

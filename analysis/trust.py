@@ -59,10 +59,8 @@ def measured_terms(question: Question) -> dict[str, list[str]]:
             if term.origin in MEASURED:
                 name = "decode attention" if term.name.startswith("attention") else term.name
                 found.setdefault(name, []).append(sizes.name)
-    costs, model = question.deployment.costs, question.deployment.model
-    prompts = costs.prefill if costs else None
-    if prompts is not None and prompts.head_dim == model.head_dim and model.full_layers:
-        found["prompt attention"] = [sizes.name for sizes in question.formats]
+        if cost.measured_prefill:
+            found.setdefault("prompt attention", []).append(sizes.name)
     return found
 
 
@@ -109,7 +107,11 @@ def energy_note(question: Question) -> str:
     if gpu.power_limit_w is None or gpu.idle_w is None:
         missing = "power limit" if gpu.power_limit_w is None else "idle power"
         return f"energy is not known: the profile of {gpu.name} states no {missing}"
+    measured = ", ".join(
+        sizes.name for sizes in question.formats if sizes.name in question.deployment.power().attend_w
+    )
+    but = f" (but for decode attention of {measured}, whose watts were measured)" if measured else ""
     return (
-        "energy is an upper bound: a GPU that computes is taken to draw its power limit, 36 % to 130 % more than "
-        "was measured of an engine; compare formats, not joules"
+        f"energy is an upper bound: a GPU that computes is taken to draw its power limit{but}, which on A100s is "
+        "36 % to 130 % more than was measured of an engine; compare formats, not joules"
     )

@@ -9,6 +9,7 @@ says `extrapolated`. Only `median_us` of burst rows is used.
 from __future__ import annotations
 
 import csv
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -175,6 +176,9 @@ class CostTable:
     attend: dict[str, AttendTable] = field(default_factory=dict)
     linear: dict[str, LinearTable] = field(default_factory=dict)
     prefill: PrefillTable | None = None
+    linear_kernels: dict[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # without their launch parameters
 
 
 def load_costs(path: Path, attention: str = "") -> CostTable:
@@ -185,6 +189,7 @@ def load_costs(path: Path, attention: str = "") -> CostTable:
     attend: dict[tuple[str, int, int, int], dict[int, dict[int, tuple[float, str]]]] = {}
     linear: dict[str, dict[int, dict[int, float]]] = {}
     prefill: dict[tuple[int, int], dict[tuple[int, int], float]] = {}
+    kernels: dict[str, set[str]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(line for line in file if not line.startswith("#"))
         for row in reader:
@@ -193,6 +198,7 @@ def load_costs(path: Path, attention: str = "") -> CostTable:
                     _add_attend(attend, row)
                 elif row["op"] == "linear" and row["sustained"] in _BURST:
                     _add_linear(linear, row)
+                    kernels.setdefault(row["weights"], set()).add(re.sub(r" \w+=\S+", "", row["kernel"]))
                 elif row["op"] == "prefill" and row["format"] == "bf16" and row["sustained"] in _BURST:
                     _add_prefill(prefill, row)
             except (KeyError, TypeError, ValueError) as error:
@@ -202,6 +208,7 @@ def load_costs(path: Path, attention: str = "") -> CostTable:
         attend_tables(attend),
         {name: linear_table(points) for name, points in linear.items()},
         prefill_table(prefill),
+        {name: tuple(sorted(found)) for name, found in kernels.items()},
     )
 
 

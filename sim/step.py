@@ -14,7 +14,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
-from kvfold.sim.costs import CostTable, Segment
+from kvfold.sim.costs import CostTable, PrefillTable, Segment
 from kvfold.sim.errors import ConfigError
 from kvfold.sim.gpu import require
 from kvfold.sim.model import WEIGHT_BYTES
@@ -171,6 +171,12 @@ class StepCost:
             self._bases[key] = found
         return found
 
+    @property
+    def measured_prefill(self) -> PrefillTable | None:
+        """What was measured of prompt attention with heads like this model's; None: it is modelled."""
+        table = self.costs.prefill if self.costs and self.model.full_layers else None
+        return table if table is not None and table.head_dim == self.model.head_dim else None
+
     def chunk_fs(self, chunk: Chunk) -> int:
         """Prefill attention of a step's only chunk, over its history and over itself."""
         return self._chunk_fs(chunk)[0]
@@ -213,8 +219,8 @@ class StepCost:
 
     def _pair_fs(self, chunk_tokens: int, with_history: bool) -> tuple[float, float]:
         """One query-key pair in all layers: at the measured rate of such a chunk, and at the best of any chunk."""
-        table, model = self.costs.prefill if self.costs else None, self.model
-        if table is None or model.head_dim != table.head_dim or not model.full_layers:
+        table, model = self.measured_prefill, self.model
+        if table is None:
             found: tuple[float, float] = (self.pair_fs, self.pair_fs)
             origin = "modelled"
         else:

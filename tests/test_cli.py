@@ -164,7 +164,7 @@ def test_step_json_has_the_promised_keys():
 def test_an_interrupt_exits_130(monkeypatch):
     from kvfold.analysis import cli
 
-    def interrupted():
+    def interrupted(**_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "app", interrupted)
@@ -190,3 +190,34 @@ def test_a_tiny_pool_ends_with_few_words(blocks):
     counts = found["counts"]
     assert counts["offered"] == sum(counts[name] for name in counts if name != "offered")
     assert found["reject_reasons"]["larger_than_kv_pool"] == counts["rejected"] > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("step --model llama-3.1-8b --gpu h200 --tp 0", "'--tp'"),
+        ("step --modle x", "--modle"),
+        ("steo", "steo"),
+        ("replay", "TRACE"),
+        ("kernels bench --op attent", "'attent'"),
+        ("traces inspect", "argument"),
+    ],
+)
+def test_a_usage_error_is_one_line_that_names_the_help(run_kvfold, line, said):
+    code, out, err = run_kvfold(*line.split())
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("kvfold: ")
+    assert said in err
+    assert "--help shows the options" in err
+
+
+@pytest.mark.parametrize("line", ["--help", "--version", "step --help", "list formats"])
+def test_what_works_exits_0(run_kvfold, line):
+    code, out, err = run_kvfold(*line.split())
+    assert (code, err) == (0, "")
+    assert out
+
+
+def test_a_group_without_a_command_prints_its_help(run_kvfold):
+    assert "Usage: kvfold kernels" in "".join(run_kvfold("kernels")[1:])
