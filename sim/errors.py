@@ -1,4 +1,4 @@
-"""Two ways in which a scenario cannot be run: it is ill-posed, or it does not fit the memory."""
+"""Two ways in which a scenario cannot be run, ill-posed or too large for the memory; and what a name may have meant."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
