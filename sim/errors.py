@@ -1,4 +1,4 @@
-"""Two ways in which a scenario cannot be run: ill-posed, or too large for the memory; and near names to suggest."""
+"""Two ways in which a scenario cannot be run, ill-posed or too large for the memory; and near names to suggest."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
